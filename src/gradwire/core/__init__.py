@@ -1,0 +1,1 @@
+"""Contracts and data that everything else speaks in. No input or output."""
