@@ -1,0 +1,122 @@
+"""Groups over one torch process group, and the group of one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.core.group import Group, Op
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def open_group(
+    store: dist.Store, *, name: str, rank: int, size: int, device: torch.device, timeout_s: float
+) -> Group:
+    """Meet the other ranks under ``name`` in ``store`` and return the group; every rank of it must call this."""
+    if size == 1:
+        return SoloGroup(name)
+    prefixed = dist.PrefixStore(f"group/{name}", store)
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout  # pyright: ignore[reportPrivateUsage]  # torch offers no public setter here
+        return TorchGroup(dist.ProcessGroupNCCL(prefixed, rank, size, options), name)
+    return TorchGroup(dist.ProcessGroupGloo(prefixed, rank, size, timeout), name)
+
+
+class TorchGroup:
+    """A ``Group`` over a torch process group (Gloo on CPU, NCCL on GPUs).
+
+    The process group's own methods are used, not ``torch.distributed``'s functions, because those only know groups
+    made from the one default group of a process, and ranks may be threads here.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, name: str) -> None:
+        self._group = process_group
+        self.name = name
+        self.rank = process_group.rank()
+        self.size = process_group.size()
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        if tensor.numel():
+            self._group.allreduce([tensor], _OPS[op]).wait()
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        rows = tensor.new_empty((self.size, *tensor.shape))
+        if tensor.numel():
+            self._group.allgather([list(rows.unbind(0))], [tensor.contiguous()]).wait()
+        return rows
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        # Gloo's own reduce-scatter moves twice the bytes and adds in an order that depends on the layout.
+        rows = self.all_to_all(tensor)
+        total = rows[0]
+        for row in rows[1:]:
+            total += row
+        return total
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        if tensor.numel():
+            self._group.broadcast([tensor], _broadcast_from(src)).wait()
+        return tensor
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        rows = torch.empty_like(tensor)
+        if tensor.numel():
+            self._group.alltoall_base(rows, tensor.contiguous(), [], []).wait()
+        return rows
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self._group.send([tensor.contiguous()], dst, 0).wait()
+
+    def recv(self, tensor: Tensor, src: int) -> Tensor:
+        self._group.recv([tensor], src, 0).wait()
+        return tensor
+
+    def barrier(self) -> None:
+        self._group.barrier().wait()
+
+
+def _broadcast_from(src: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = src
+    return options
+
+
+class SoloGroup:
+    """The group of one rank: every collective is the identity, so that one process runs the same lines."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return tensor[0]
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        return tensor
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        raise ValueError(f"group {self.name} has one rank: there is nobody to send to")
+
+    def recv(self, tensor: Tensor, src: int) -> Tensor:
+        raise ValueError(f"group {self.name} has one rank: there is nobody to receive from")
+
+    def barrier(self) -> None:
+        return

@@ -1,0 +1,60 @@
+"""`Lane`: one thread that runs a group's collectives in one fixed order."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+
+Task = Callable[[], object]
+
+
+class Lane:
+    """Runs tasks one after another, in the order of ``submit``, beside the training thread.
+
+    After a task raised, later ones are dropped and ``drain`` raises the first error, once. The thread starts with the
+    first task and ends with ``close``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._idle = threading.Event()
+        self._error: BaseException | None = None
+
+    def submit(self, task: Task) -> None:
+        """Queue ``task``; returns at once."""
+        if self._thread is None:
+            context = contextvars.copy_context()
+            self._thread = threading.Thread(target=context.run, args=(self._run,), name=self._name, daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
+
+    def drain(self) -> None:
+        """Return when every task submitted so far has ended; raise the first error among them."""
+        if self._thread is None:
+            return
+        self._idle.clear()
+        self._tasks.put(self._idle.set)
+        self._idle.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """End the thread after the tasks already queued; a thread blocked in a dead collective is left to the process."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._tasks.put(None)
+            thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if self._error is not None and task != self._idle.set:
+                continue
+            try:
+                task()
+            except BaseException as error:  # handed to the training thread by drain
+                self._error = error

@@ -1,0 +1,210 @@
+"""`World`: this process among its peers; `init()` opens it, `current()` finds it."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import traceback
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.gloo import open_group
+from gradwire.comm.lane import Lane
+from gradwire.comm.meeting import Meeting, meet
+from gradwire.comm.traced import TracedGroup
+from gradwire.core.clock import StepAccount, StepClock
+from gradwire.core.group import Group
+from gradwire.core.plan import Plan
+from gradwire.errors import PeerError, UsageError
+from gradwire.launch.environment import read_environment
+
+Number = TypeVar("Number", int, float, Tensor)
+
+_CURRENT: ContextVar[World | None] = ContextVar("gradwire_world", default=None)
+
+
+class World:
+    """This process among its peers. Made by ``gw.init()``; a context manager.
+
+    rank, size: this process, 0 <= rank < size. local_rank, local_size: among those of this host. node_rank: the host.
+    device: where tensors of this rank live. plan: what the launcher was told, else the default.
+    """
+
+    def __init__(self, meeting: Meeting, *, device: torch.device, plan: Plan) -> None:
+        self.rank = meeting.rank
+        self.size = meeting.size
+        self.local_rank = meeting.local_rank
+        self.local_size = meeting.local_size
+        self.node_rank = meeting.node_rank
+        self.host = socket.gethostname()
+        self.device = device
+        self.plan = plan
+        self.clock = StepClock()
+        self.reading: object | None = None
+        self.local_only = 0
+        self.weight = 1.0
+        self.weight_serial = 0
+        self.step = 0
+        self._meeting = meeting
+        self._groups: dict[str, Group] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._attachments: dict[int, Callable[[], None]] = {}
+        self._serial = 0
+        self._closed = False
+
+    def group(self, axis: str = "data", *, channel: str = "main") -> Group:
+        """The ranks along a mesh axis. A channel is a group of its own on the same ranks, for one issuing thread."""
+        if axis != "data":
+            raise UsageError(f"unknown mesh axis {axis!r}; allowed: data")
+        name = f"{axis}/{channel}"
+        if name not in self._groups:
+            inner = open_group(
+                self._meeting.store,
+                name=name,
+                rank=self.rank,
+                size=self.size,
+                device=self.device,
+                timeout_s=self._meeting.timeout_s,
+            )
+            where = f"rank {self.rank} on {self.host}"
+            self._groups[name] = inner if self.size == 1 else TracedGroup(inner, self._meeting.watch, where=where)
+        return self._groups[name]
+
+    def lane(self, name: str) -> Lane:
+        """The communication thread of the group ``name``."""
+        return self._lanes.setdefault(name, Lane(f"gradwire {name}"))
+
+    def next_serial(self) -> int:
+        """0, 1, 2, ...: the same sequence on all ranks, for channel names."""
+        self._serial += 1
+        return self._serial - 1
+
+    def set_weight(self, count: float) -> None:
+        """See ``gw.weight``."""
+        self.weight = count
+        self.weight_serial += 1
+
+    def stepped(self) -> None:
+        """An optimizer step ended."""
+        self.step += 1
+        self._meeting.at_step(self.step, self.clock.usual_step_s())
+
+    def replace_attachment(self, key: int, detach: Callable[[], None]) -> None:
+        """Remember how to let go of a distributed model; lets go of what the key held before."""
+        earlier = self._attachments.get(key)
+        if earlier is not None:
+            earlier()
+        self._attachments[key] = detach
+
+    def log(self, *words: object) -> None:
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(*words, flush=True)
+
+    def account(self) -> StepAccount:
+        """Where this rank's steps spent their time so far."""
+        return self.clock.account()
+
+    def sum(self, value: Number) -> Number:
+        """``value`` summed over the ranks: a number, or a tensor of one shape and dtype (a new one is returned)."""
+        if isinstance(value, Tensor):
+            return self.group().all_reduce(value.detach().clone().contiguous())
+        if not isinstance(value, int | float):
+            raise UsageError(f"gw.sum takes a number or a tensor, not {type(value).__name__}")
+        dtype = torch.float64 if isinstance(value, float) else torch.int64
+        total = self.group().all_reduce(torch.tensor(value, dtype=dtype, device=self.device)).item()
+        return total  # pyright: ignore[reportReturnType]  # item() gives back the kind that went in
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave: wait for the others to be done too, then free groups, threads and sockets. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for detach in self._attachments.values():
+            detach()
+        self._meeting.leave(reason)
+        self._release()
+
+    def _fail(self, error: BaseException) -> None:
+        self._closed = True
+        text = "".join(traceback.format_exception(error))
+        self._meeting.fail(text, victim=isinstance(error, PeerError))
+        self._release()
+
+    def _release(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+        self._groups.clear()
+        self._meeting.close()
+        if _CURRENT.get() is self:
+            _CURRENT.set(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        elif isinstance(error, SystemExit):
+            self.close(f"it called sys.exit({error.code!r})")
+        elif not self._closed:
+            self._fail(error)
+
+
+def init(*, device: str | torch.device | None = None) -> World:
+    """Open this process's world: find rank and peers from the launcher's variables, or be a world of one.
+
+    device: default ``cuda:<local_rank>`` where CUDA is present, else ``cpu``. Use as a context manager, or plainly (it then
+    closes when the process ends). Raises LaunchError when the peers cannot be met, PlanError for a bad plan.
+
+    >>> import gradwire as gw
+    >>> with gw.init() as world:
+    ...     world.rank, world.size
+    (0, 1)
+    """
+    if _CURRENT.get() is not None:
+        raise UsageError("gw.init() was called twice; close the first world or call it once")
+    environment = read_environment()
+    plan = Plan.from_toml(environment.plan_text, where="the plan file") if environment.plan_text else Plan()
+    plan.check(environment.world_size)
+    chosen = _device(device, environment.local_rank)
+    world = World(meet(environment, chosen), device=chosen, plan=plan)
+    _CURRENT.set(world)
+    atexit.register(world.close)
+    return world
+
+
+def adopt(meeting: Meeting, *, plan: Plan | None = None) -> World:
+    """A world on a meeting made by hand, current in this thread: for ranks that are threads."""
+    world = World(meeting, device=torch.device("cpu"), plan=plan or Plan())
+    _CURRENT.set(world)
+    return world
+
+
+def current() -> World:
+    """The world that ``gw.init()`` opened in this thread."""
+    world = _CURRENT.get()
+    if world is None:
+        raise UsageError("no world is open; call gw.init() first")
+    return world
+
+
+def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
+    if device is None:
+        device = f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"gw.init(device={device!r}): {str(error).splitlines()[0]}") from None
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(f"gw.init(device={device!r}): this torch sees no CUDA device; use device='cpu'")
+        torch.cuda.set_device(chosen)
+    elif chosen.type != "cpu":
+        raise UsageError(f"gw.init(device={device!r}): allowed: cpu, cuda, cuda:N")
+    return chosen

@@ -1,0 +1,139 @@
+"""`Plan`: everything that was decided about a run, in one frozen value that is printed, compared and saved."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+from gradwire.core.policy import EveryStep, SyncPolicy
+from gradwire.core.reducer import Reducer
+from gradwire.errors import PlanError
+
+BatchNormRule = Literal["local", "sync"]
+NonFiniteRule = Literal["skip", "stop"]
+
+AXES = ("data",)
+BATCH_NORM_RULES = ("local", "sync")
+NONFINITE_RULES = ("skip", "stop")
+TOML_KEYS = ("mesh", "accumulate", "bucket_bytes", "batch_norm", "on_nonfinite")
+
+
+def _no_mesh() -> Mapping[str, int]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one script runs on many ranks.
+
+    mesh: axis name -> size, e.g. ``{"data": 4}``; empty: all ranks along ``data``.
+    reducer: how a bucket is agreed; None is the exact all-reduce. policy: when.
+    accumulate: micro-batches each global batch is cut into (less memory, the same answer).
+    bucket_bytes: size of a gradient bucket; None: from the measured latency and backward time.
+    batch_norm: ``"local"`` normalises each rank's part by itself and averages the running statistics;
+    ``"sync"`` normalises over all ranks, as one machine would.
+    on_nonfinite: what all ranks do when any rank's gradient is NaN or infinite: ``"skip"`` the step or ``"stop"``.
+
+    >>> Plan(accumulate=4).words()
+    'mesh data=all; gradients are agreed every step (exact); accumulate 4; batch_norm local; on_nonfinite skip'
+    """
+
+    mesh: Mapping[str, int] = field(default_factory=_no_mesh)
+    reducer: Reducer | None = None
+    policy: SyncPolicy = EveryStep()
+    accumulate: int = 1
+    bucket_bytes: int | None = None
+    batch_norm: BatchNormRule = "local"
+    on_nonfinite: NonFiniteRule = "skip"
+
+    def __post_init__(self) -> None:
+        problems = [*_mesh_problems(self.mesh), *_setting_problems(self)]
+        if problems:
+            raise PlanError("; ".join(problems))
+
+    def check(self, world_size: int) -> None:
+        """Raise ``PlanError`` listing every setting that cannot run on ``world_size`` ranks, with its cure.
+
+        >>> Plan(mesh={"data": 3}).check(4)
+        Traceback (most recent call last):
+        gradwire.errors.PlanError: mesh data=3 needs 3 ranks, the launcher started 4; use data=4 or start 3
+        """
+        size = self.mesh.get("data", world_size)
+        if size != world_size:
+            raise PlanError(
+                f"mesh data={size} needs {size} ranks, the launcher started {world_size}; "
+                f"use data={world_size} or start {size}"
+            )
+
+    def words(self) -> str:
+        """One line for people; equal plans say equal words."""
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "data=all"
+        parts = [f"mesh {mesh}", self.policy.words()]
+        parts += [self.reducer.words()] if self.reducer else []
+        parts += [f"accumulate {self.accumulate}", f"batch_norm {self.batch_norm}", f"on_nonfinite {self.on_nonfinite}"]
+        parts += [f"buckets of {self.bucket_bytes} bytes"] if self.bucket_bytes else []
+        return "; ".join(parts)
+
+    def to_toml(self) -> str:
+        """The plan as TOML; ``Plan.from_toml(plan.to_toml()) == plan``."""
+        if self.reducer is not None or self.policy != EveryStep():
+            raise PlanError("a plan with a reducer or policy object of its own cannot be written to TOML; pass it as plan=")
+        lines = [f"accumulate = {self.accumulate}"]
+        lines += [f"bucket_bytes = {self.bucket_bytes}"] if self.bucket_bytes else []
+        lines += [f'batch_norm = "{self.batch_norm}"', f'on_nonfinite = "{self.on_nonfinite}"']
+        lines += ["", "[mesh]", *(f"{axis} = {size}" for axis, size in self.mesh.items())] if self.mesh else []
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str, *, where: str = "the plan") -> Plan:
+        """Read a plan file.
+
+        where: the file's name, for errors. Raises PlanError naming the key and the allowed ones.
+
+        >>> Plan.from_toml("accumulate = 2").accumulate
+        2
+        """
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"{where} is not TOML: {error}") from error
+        unknown = [key for key in table if key not in TOML_KEYS]
+        if unknown:
+            raise PlanError(f"{where} has unknown key {unknown[0]!r}; allowed: {', '.join(TOML_KEYS)}")
+        try:
+            return replace(cls(), **table)
+        except PlanError as error:
+            raise PlanError(f"{where}: {error}") from None
+
+
+def _mesh_problems(mesh: object) -> list[str]:
+    if not isinstance(mesh, Mapping):
+        return [f"mesh={mesh!r} must map axis names to sizes, e.g. {{'data': 4}}"]
+    problems: list[str] = []
+    for axis, size in cast("Mapping[object, object]", mesh).items():
+        if axis not in AXES:
+            problems.append(f"unknown mesh axis {axis!r}; allowed: {', '.join(AXES)}")
+        elif not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            problems.append(f"mesh {axis}={size!r} must be a whole number of ranks, at least 1")
+    return problems
+
+
+def _setting_problems(plan: Plan) -> list[str]:
+    problems: list[str] = []
+    for name, value in (("accumulate", plan.accumulate), ("bucket_bytes", plan.bucket_bytes)):
+        given: object = value
+        if given is None and name == "bucket_bytes":
+            continue
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            problems.append(f"{name}={given!r} must be a whole number, at least 1")
+    for name, value, allowed in (
+        ("batch_norm", plan.batch_norm, BATCH_NORM_RULES),
+        ("on_nonfinite", plan.on_nonfinite, NONFINITE_RULES),
+    ):
+        if value not in allowed:
+            problems.append(f"{name}={value!r}; allowed: {', '.join(allowed)}")
+    return problems
+
+

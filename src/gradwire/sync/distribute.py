@@ -1,0 +1,211 @@
+"""`distribute`: the order in which data parallel training is put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwire.comm.world import World, current
+from gradwire.core.group import Group
+from gradwire.core.microbatch import MicrobatchSource
+from gradwire.core.plan import Plan
+from gradwire.errors import NonFiniteError, UsageError
+from gradwire.sync.allreduce import AllReduce
+from gradwire.sync.batchnorm import synchronise_batch_norm
+from gradwire.sync.buffers import BufferExchange, broadcast_all
+from gradwire.sync.exchange import Exchange
+from gradwire.sync.fingerprint import compare, facts_of, plain_name
+from gradwire.sync.gradients import GradientSync
+from gradwire.sync.weighting import Weighting
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    loader: MicrobatchSource | None = None,
+    *,
+    plan: Plan | None = None,
+) -> None:
+    """Train ``model`` together with the other ranks, from its next backward on. The loop does not change.
+
+    model: on its device, parameters made; its weights and buffers become rank 0's. optimizer: the one, or all, that
+    step it. loader: the ``gw.DataLoader`` that feeds it, so that every sample counts the same; without one, ranks count
+    alike unless ``gw.weight`` says otherwise. plan: beats ``gradwire run --plan``, which beats the default.
+
+    Afterwards ``.grad`` holds the mean over all ranks' samples when ``backward()`` returns. Calling it again on the same
+    model replaces the earlier call (after unfreezing a layer, say).
+
+    Raises UsageError for wrong arguments, PlanError for a plan this world cannot run, MismatchError if the ranks'
+    models, plans, data or versions differ.
+
+    >>> import gradwire as gw
+    >>> with gw.init():
+    ...     model = torch.nn.Linear(2, 1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     gw.distribute(model, optimizer)
+    ...     model(torch.ones(4, 2)).mean().backward()
+    ...     optimizer.step()
+    """
+    world = current()
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    _check_arguments(model, optimizers, loader)
+    plan = plan or world.plan
+    plan.check(world.size)
+    group = world.group("data", channel=f"gradients{world.next_serial()}")
+    compare(facts_of(model, plan, loader, [type(each).__name__ for each in optimizers]), group, world.device)
+    if world.size > 1:
+        broadcast_all([param.data for param in model.parameters()] + list(model.buffers()), group)
+    if loader is not None:
+        loader.attach(plan.accumulate)
+    sync = _gradient_sync(model, world, group, Weighting(world, loader), plan)
+    frozen = [(plain_name(name), param) for name, param in model.named_parameters() if not param.requires_grad]
+    handles = [_before_steps(each, sync, world, plan, frozen) for each in optimizers]
+    handles.append(optimizers[0].register_step_post_hook(lambda *_: world.stepped()).remove)
+
+    def detach() -> None:
+        for remove in handles:
+            remove()
+        sync.close()
+
+    world.replace_attachment(id(model), detach)
+
+
+def _gradient_sync(model: nn.Module, world: World, group: Group, weighting: Weighting, plan: Plan) -> GradientSync:
+    if plan.batch_norm == "sync" and world.size > 1:
+        synchronise_batch_norm(model, world.group("data", channel=f"batchnorm{world.next_serial()}"), weighting)
+    trained = [(plain_name(name), param) for name, param in model.named_parameters() if param.requires_grad]
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+    return GradientSync(
+        trained,
+        world=world,
+        plan=plan,
+        exchange=Exchange(group, world.lane(group.name), plan.reducer or AllReduce(), world.device),
+        weighting=weighting,
+        buffers=BufferExchange(model, skip_statistics=plan.batch_norm == "sync"),
+        sparse=frozenset(index for index, (_, param) in enumerate(trained) if id(param) in tables),
+        latency_s=_latency_s(group, world.device),
+    )
+
+
+def _before_steps(
+    optimizer: Optimizer, sync: GradientSync, world: World, plan: Plan, frozen: Sequence[tuple[str, nn.Parameter]]
+) -> Callable[[], None]:
+    """Before each step: join an exchange this rank would miss; skip or stop, all ranks alike, on a NaN."""
+    seen = sync.rounds
+
+    def before(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        nonlocal seen
+        sync.refuse_new_parameters(frozen)
+        closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))  # args[0] is the optimizer
+        if sync.rounds == seen and world.size > 1 and not closure:
+            sync.take_part()
+        seen = sync.rounds
+        if sync.nonfinite:
+            _refuse_nonfinite(optimizer, sync.nonfinite, world, plan)
+
+    return optimizer.register_step_pre_hook(before).remove
+
+
+def _refuse_nonfinite(optimizer: Optimizer, where: tuple[str, ...], world: World, plan: Plan) -> None:
+    named = ", ".join(where[:4]) + (f" and {len(where) - 4} more" if len(where) > 4 else "")
+    if plan.on_nonfinite == "stop":
+        raise NonFiniteError(
+            f"step {world.step}: gradient is NaN or infinite ({named}); nothing was changed on any rank. Lower the "
+            'learning rate, clip, or find the sample; Plan(on_nonfinite="skip") skips such steps'
+        )
+    world.log(f"gradwire: step {world.step} skipped on all ranks: gradient is NaN or infinite ({named})")
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            param.grad = None
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Backwards inside keep their gradients on this rank, added up in ``.grad``; the next one outside agrees them all.
+
+    All ranks must enter it alike. Scaling is yours, as in plain PyTorch: k backwards add up to the sum of their k means.
+    (After ``gw.weight`` the window is one weighted mean instead.)
+
+    >>> import gradwire as gw
+    >>> with gw.init():
+    ...     with gw.no_sync():
+    ...         pass
+    """
+    world = current()
+    world.local_only += 1
+    try:
+        yield
+    finally:
+        world.local_only -= 1
+
+
+def weight(count: float) -> None:
+    """Say what this rank's next backward counts, e.g. the tokens its mean loss is over; all ranks must call it.
+
+    count: >= 0 and finite. The agreed gradient is sum(count g) / sum(count) over ranks, and over the micro-batches of an
+    accumulation window.
+
+    >>> import gradwire as gw
+    >>> with gw.init():
+    ...     gw.weight(17)
+    """
+    value = float(count)
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"gw.weight({count!r}): the count must be a finite number, not negative")
+    current().set_weight(value)
+
+
+def _latency_s(group: Group, device: torch.device) -> float:
+    """Seconds of an 8-byte all-reduce, the median of ten."""
+    if group.size == 1:
+        return 0.0
+    probe, seconds = torch.zeros(1, dtype=torch.float64, device=device), list[float]()
+    for _ in range(10):
+        began_s = time.monotonic()
+        float(group.all_reduce(probe))
+        seconds.append(time.monotonic() - began_s)
+    return median(seconds)
+
+
+def _check_arguments(model: object, optimizers: Sequence[object], loader: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"gw.distribute: model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UsageError(f"gw.distribute: model is wrapped in {type(model).__name__}; give the module inside it")
+    if loader is not None and not all(hasattr(loader, name) for name in ("attach", "current", "describe")):
+        raise UsageError(
+            f"gw.distribute: loader must be a gw.DataLoader, not {type(loader).__name__}; "
+            "use gw.DataLoader(...) or gw.shard(torch_loader)"
+        )
+    if not optimizers:
+        raise UsageError("gw.distribute: no optimizer given")
+    params = dict(model.named_parameters())
+    for name, param in params.items():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise UsageError(f"gw.distribute: {name} is lazy and has no shape yet; run one forward before")
+        if param.is_meta:
+            raise UsageError(f"gw.distribute: {name} is on the meta device; make the model on a real one before")
+    if not any(param.requires_grad for param in params.values()):
+        raise UsageError("gw.distribute: the model has no parameter with requires_grad=True; nothing would be trained")
+    inside = {id(param) for param in params.values()}
+    for each in optimizers:
+        _check_optimizer(each, inside)
+
+
+def _check_optimizer(optimizer: object, inside: set[int]) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"gw.distribute: optimizer must be a torch optimizer, not {type(optimizer).__name__}")
+    for number, param_group in enumerate(optimizer.param_groups):
+        for param in param_group["params"]:
+            if id(param) not in inside:
+                raise UsageError(
+                    f"gw.distribute: {type(optimizer).__name__} (param group {number}) steps a parameter of shape "
+                    f"{tuple(param.shape)} that is not in the model, so it would differ between ranks; give the model "
+                    "that holds it, or make the optimizer after moving the model to its device"
+                )

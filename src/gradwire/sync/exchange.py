@@ -1,0 +1,161 @@
+"""`Exchange`: what the lane does in a step: weigh, reduce each bucket, agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.lane import Lane
+from gradwire.comm.text import all_gather_text
+from gradwire.core.group import Group
+from gradwire.core.reducer import Bucket, Reducer, State
+from gradwire.sync.allreduce import sum_sparse
+from gradwire.sync.buckets import BucketSpec
+from gradwire.sync.buffers import BufferExchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What all ranks know alike after an exchange.
+
+    used: per parameter (registration order), whether any rank had a gradient. nonfinite: ``rank 1: layer.weight``, ...;
+    empty in a healthy step.
+    """
+
+    used: tuple[bool, ...]
+    nonfinite: tuple[str, ...]
+
+
+class Exchange:
+    """Runs on the lane's thread, in the order of the calls; only ``agree`` waits.
+
+    The reducers' new states count only if the step is healthy: a step with a NaN anywhere leaves no trace in them.
+    """
+
+    def __init__(self, group: Group, lane: Lane, reducer: Reducer, device: torch.device) -> None:
+        self._group = group
+        self._lane = lane
+        self._reducer = reducer
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._step = 0
+        self._factor: float | None = None
+        self._bad: list[str] = []
+        self.sparse: dict[int, Tensor] = {}
+        self.build(())
+
+    def build(self, layout: Sequence[BucketSpec]) -> None:
+        """Make the buckets of a layout, zeroed; forgets the reducers' states."""
+        self._buckets = [
+            Bucket(
+                index=index,
+                flat=torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device),
+                names=tuple(slot.param.name for slot in spec.slots),
+                numels=tuple(slot.param.numel for slot in spec.slots),
+            )
+            for index, spec in enumerate(layout)
+        ]
+        self._offsets = [[slot.offset for slot in spec.slots] for spec in layout]
+        self._states: list[State] = [self._reducer.init(bucket, self._group) for bucket in self._buckets]
+        self._next_states = list(self._states)
+
+    @property
+    def stateless(self) -> bool:
+        """Whether the reducers remember nothing, so that the layout may change."""
+        return not any(self._states)
+
+    def flat(self, index: int) -> Tensor:
+        """Bucket ``index``'s values (numel,)."""
+        return self._buckets[index].flat
+
+    def weigh(self, count: float, unit: float | None) -> None:
+        """First in a step whose total only an exchange can tell: buckets hold sum(count g) / unit; make them means.
+
+        unit None: the total is known and the buckets hold n_r/N g already.
+        """
+        self._factor = None
+        if unit is not None:
+            self._submit(lambda: self._set_factor(count, unit))
+
+    def buffers(self, buffers: BufferExchange, weight: float) -> None:
+        """Agree on the model's buffers, beside backward."""
+        self._submit(lambda: buffers.exchange(self._group, weight))
+
+    def bucket(self, index: int) -> None:
+        """Bucket ``index`` is full: reduce it. Always called in index order."""
+        self._submit(lambda: self._reduce(index))
+
+    def rows(self, index: int, grad: Tensor | None, like: Tensor, name: str) -> None:
+        """Sum the sparse gradient of parameter ``index`` into ``self.sparse``."""
+        self._submit(lambda: self._sum_rows(index, grad, like, name))
+
+    def measure(self, seconds: Sequence[float]) -> list[float]:
+        """Rank 0's figures, so that all ranks decide alike from them. Waits."""
+        figures = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        self._submit(lambda: self._group.broadcast(figures))
+        self._lane.drain()
+        return figures.tolist()
+
+    def agree(self, present: Sequence[bool]) -> Agreement:
+        """Wait for all of the above and one tiny all-reduce: who has a gradient, who met a NaN."""
+        told: list[Agreement] = []
+        self._submit(lambda: told.append(self._agree(present)))
+        self._lane.drain()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._step += 1
+        return told[0]
+
+    def _submit(self, task: Callable[[], object]) -> None:
+        if self._stream is None:
+            self._lane.submit(task)
+            return
+        ready = torch.cuda.Event()
+        ready.record()
+        self._lane.submit(lambda: self._on_stream(ready, task))
+
+    def _on_stream(self, ready: torch.cuda.Event, task: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream):
+            ready.wait()
+            task()
+
+    def _set_factor(self, count: float, unit: float) -> None:
+        total = float(self._group.all_reduce(torch.tensor([count], dtype=torch.float64, device=self._device)))
+        self._factor = unit / total if total else 0.0
+
+    def _reduce(self, index: int) -> None:
+        bucket = self._buckets[index]
+        if self._factor is not None:
+            bucket.flat.mul_(self._factor)
+        if not bool(torch.isfinite(bucket.flat.sum())):
+            self._note_nonfinite(bucket, self._offsets[index])
+        mean, self._next_states[index] = self._reducer.reduce(bucket, self._states[index], self._group, self._step)
+        if mean.data_ptr() != bucket.flat.data_ptr():
+            bucket.flat.copy_(mean)
+
+    def _note_nonfinite(self, bucket: Bucket, offsets: list[int]) -> None:
+        for name, numel, offset in zip(bucket.names, bucket.numels, offsets, strict=True):
+            if not bool(torch.isfinite(bucket.flat[offset : offset + numel]).all()):
+                self._bad.append(name)
+
+    def _sum_rows(self, index: int, grad: Tensor | None, like: Tensor, name: str) -> None:
+        if grad is not None and self._factor is not None:
+            grad = grad * self._factor
+        if grad is not None and not bool(torch.isfinite(grad.coalesce().values()).all()):
+            self._bad.append(name)
+        self.sparse[index] = sum_sparse(grad, like, self._group)
+
+    def _agree(self, present: Sequence[bool]) -> Agreement:
+        flags = torch.tensor([bool(self._bad), *present], dtype=torch.float32, device=self._device)
+        anybody = (self._group.all_reduce(flags) > 0).tolist()
+        nonfinite: tuple[str, ...] = ()
+        if anybody[0]:
+            texts = all_gather_text(self._group, json.dumps(self._bad), self._device)
+            nonfinite = tuple(f"rank {rank}: {name}" for rank, text in enumerate(texts) for name in json.loads(text))
+            self._next_states = list(self._states)
+        self._states, self._bad = list(self._next_states), []
+        return Agreement(used=tuple(anybody[1:]), nonfinite=nonfinite)
