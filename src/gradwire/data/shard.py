@@ -1,0 +1,226 @@
+"""`shard`: one deletable line after a plain torch DataLoader, whose own sampler decides the global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DistributedSampler
+
+from gradwire.data.check import batch_size_for, is_stream, length_of
+from gradwire.data.epoch import Recipe, Words
+from gradwire.data.loader import DataLoader
+from gradwire.data.lockstep import agreed_order
+from gradwire.data.peers import World, here, loader_group
+from gradwire.data.sources import Pair, Reading, StreamSource, pairs, started, torch_loader
+from gradwire.data.split import Uniform
+from gradwire.data.turns import Position, Seat, Turn, deal, resumed
+from gradwire.data.workers import Feed, Watch
+from gradwire.errors import DataError
+
+UNIFORM = Uniform()
+
+
+def shard(loader: TorchDataLoader[Any], *, world: World | None = None) -> DataLoader:
+    """Each rank reads its part of the batches of a plain torch DataLoader: ``train = gw.shard(train)``.
+
+    The global batches are exactly those that ``loader``'s own sampler or batch sampler gives; its batch size is
+    the global one. Dataset, collate function, workers, pinning, generator and timeout are kept. In a world of one,
+    batches and torch's random numbers are bit-identical to iterating ``loader`` itself.
+    All ranks must draw the same order: seed them alike (compared each epoch by 8 bytes).
+    An iterable data set is read as ``DataLoader`` reads it: each sample once, also with workers.
+    Raises DataError for a loader that cannot be parted; while iterating, MismatchError if ranks draw different orders.
+
+    >>> from contextlib import nullcontext
+    >>> from types import SimpleNamespace
+    >>> world = SimpleNamespace(rank=0, size=1, clock=SimpleNamespace(waiting_for_data=nullcontext), reading=None)
+    >>> [batch.tolist() for batch in shard(TorchDataLoader(range(3), batch_size=2), world=world)]
+    [[0, 1], [2]]
+    """
+    world = here(world)
+    _can_be_parted(loader)
+    if loader.batch_size is not None:
+        batch_size_for(loader.batch_size, world.size)
+    reading = reading_of(loader)
+    if not is_stream(loader.dataset):
+        length_of(loader.dataset, world.rank)
+        return DataLoader.over(SamplerSource(loader, reading, world), world)
+    recipe = Recipe(
+        length=length_of(loader.dataset, world.rank), batch_size=cast("int", loader.batch_size), split=UNIFORM,
+        shuffle=False, seed=0, drop_last=loader.drop_last,
+    )  # fmt: skip
+    dataset = cast("Iterable[object]", loader.dataset)
+    return DataLoader.over(StreamSource(dataset, recipe, reading, world.rank, own_seeds=False), world)
+
+
+def _can_be_parted(loader: object) -> None:
+    if isinstance(loader, DataLoader):
+        raise DataError("this loader is gradwire's already; shard() takes a torch.utils.data.DataLoader")
+    if not isinstance(loader, TorchDataLoader):
+        raise DataError(
+            f"shard() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}; "
+            "for a data set use gw.DataLoader(dataset, batch_size)"
+        )
+    if loader.batch_sampler is None:
+        raise DataError(
+            "this loader has batch_size=None, so that its data set makes the batches; give it batch_size=... "
+            "(the global batch) and let the data set give samples"
+        )
+    samplers: list[object] = [loader.sampler, loader.batch_sampler]
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        raise DataError("this loader's DistributedSampler parts the data already; leave it out (use shuffle=True)")
+    if not loader.in_order:
+        raise DataError("this loader has in_order=False, so that batches cannot be told apart; use in_order=True")
+
+
+def reading_of(loader: TorchDataLoader[Any]) -> Reading:
+    """How a torch loader reads."""
+    return Reading(
+        num_workers=loader.num_workers,
+        collate_fn=cast("Callable[[list[object]], object]", loader.collate_fn),
+        pin_memory=loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        timeout_s=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        pin_memory_device=loader.pin_memory_device,
+    )
+
+
+class SamplerSource:
+    """A map-style data set whose batches come from a torch (batch) sampler, drawn from torch generators."""
+
+    local = False
+    split_kind = UNIFORM.words()
+
+    def __init__(self, loader: TorchDataLoader[Any], reading: Reading, world: World) -> None:
+        self._loader, self._world = loader, world
+        self._batch_sampler = cast("Iterable[list[int]]", loader.batch_sampler)
+        self._random = RandomStates(generators_of(loader))
+        self._from = Position(epoch=0), Seat(rank=0, size=1)
+        self._feed: Feed[Turn] = Feed(self._turns)
+        self._watch = Watch(self._feed, rank=world.rank, num_workers=reading.num_workers)
+        self._torch = torch_loader(loader.dataset, self._feed, reading, self._watch)
+
+    def describe(self) -> Words:
+        loader = self._loader
+        return {
+            "batch_size": type(self._batch_sampler).__name__ if loader.batch_size is None else loader.batch_size,
+            "split": UNIFORM.words(),
+            "seed": "the sampler's",
+            "shuffle": type(loader.sampler).__name__,
+            "drop_last": "yes" if loader.drop_last else "no",
+            "length": len(cast("list[object]", loader.dataset)),
+        }
+
+    def begin(self, at: Position, seat: Seat) -> Iterator[Pair]:
+        self._random.at_start()
+        self._from = at, seat
+        return pairs(started(self._torch), self._feed, self._watch)
+
+    def _turns(self) -> Iterator[Turn]:
+        return self._dealt(iter(self._batch_sampler), *self._from)  # iter() now: some samplers draw in it
+
+    def _dealt(self, batches: Iterator[list[int]], at: Position, seat: Seat) -> Iterator[Turn]:
+        if seat.size > 1:  # one rank alone draws as late as torch does
+            batches = agreed_order(batches, loader_group(self._world), at.epoch)
+        for step, batch in enumerate(batches):
+            if step < at.step:
+                continue
+            self._random.go_on()
+            turns = deal(batch, seat=seat, split=UNIFORM, seed=0, epoch=at.epoch, step=step)
+            yield from resumed(turns, at) if step == at.step else turns
+        self._random.go_on()
+
+    def num_turns(self, epoch: int, seat: Seat) -> int:
+        """Exact for a batch size; with a custom batch sampler, as if all batches were large enough for every rank."""
+        num = len(cast("list[object]", self._batch_sampler))
+        if self._loader.batch_size is None:
+            return num * seat.accumulate
+        size = self._loader.batch_size
+        last = len(cast("list[object]", self._loader.sampler)) - (num - 1) * size
+        return (num - 1) * _num_turns(size, seat) + _num_turns(min(size, last), seat) if num else 0
+
+    def state(self, at: Position) -> Mapping[str, object]:
+        return self._random.state(mid_epoch=bool(at.step or at.micro))
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        self._random.restore(state)
+
+
+def _num_turns(batch_size: int, seat: Seat) -> int:
+    return len(deal(range(batch_size), seat=seat, split=UNIFORM, seed=0, epoch=0, step=0))
+
+
+class RandomStates:
+    """The generators that a sampler draws from, so that a resumed epoch draws its order again.
+
+    With generators of the sampler's own, torch's default generator is left as it is found. Without, the order
+    comes from the default one: it is set back for the draw, and then to where it stood at ``state()``.
+    """
+
+    def __init__(self, generators: list[torch.Generator]) -> None:
+        self._default = not generators
+        self._generators = generators or [torch.default_generator]
+        self._start: list[str] = []
+        self._restored: Mapping[str, object] | None = None
+        self._then: torch.Tensor | None = None
+
+    def state(self, *, mid_epoch: bool) -> Mapping[str, object]:
+        if self._restored is not None:
+            return self._restored
+        now = [_hex(generator.get_state()) for generator in self._generators]
+        return {"start": self._start if mid_epoch else now, "now": now}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        for name in ("start", "now"):
+            found = state.get(name)
+            if not isinstance(found, list) or len(cast("list[object]", found)) != len(self._generators):
+                raise DataError(
+                    f"the state's {name!r} does not hold {len(self._generators)} generator states; "
+                    "give the sampler its generator as when the state was taken"
+                )
+        self._restored = state
+
+    def at_start(self) -> None:
+        """An epoch begins: set the generators back if a state was restored; note where they stand."""
+        if self._restored is not None:
+            now = cast("list[str]", self._restored["now"])
+            self._then = _tensor(now[0]) if self._default else torch.get_rng_state()
+            for generator, start in zip(self._generators, cast("list[str]", self._restored["start"]), strict=True):
+                generator.set_state(_tensor(start))
+            if self._restored["start"] == now and self._default:
+                self._then = None  # at the border of two epochs nothing was drawn yet
+            self._restored = None
+        self._start = [_hex(generator.get_state()) for generator in self._generators]
+
+    def go_on(self) -> None:
+        """The order is drawn up to where the state was taken."""
+        if self._then is not None:
+            torch.set_rng_state(self._then)
+            self._then = None
+
+
+def _hex(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+@runtime_checkable
+class _Draws(Protocol):
+    generator: object
+
+
+def generators_of(loader: TorchDataLoader[Any]) -> list[torch.Generator]:
+    """The generators of the loader, its batch sampler and its sampler, each once."""
+    holders: list[object] = [loader, loader.batch_sampler, loader.sampler]
+    held = [holder.generator for holder in holders if isinstance(holder, _Draws)]
+    found = {id(generator): generator for generator in held if isinstance(generator, torch.Generator)}
+    return list(found.values())
