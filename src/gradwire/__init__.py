@@ -15,9 +15,18 @@ if TYPE_CHECKING:
     from gradwire.comm.world import World, current, init
     from gradwire.core.plan import Plan
     from gradwire.core.policy import EveryStep
-    from gradwire.data.loader import DataLoader, shard
-    from gradwire.data.sampler import ShardedSampler
-    from gradwire.data.split import ByClass, Local, Proportional, Random, Sample, Stratified, Uniform
+    from gradwire.data import (
+        ByClass,
+        DataLoader,
+        Local,
+        Proportional,
+        Random,
+        Sample,
+        ShardedSampler,
+        Stratified,
+        Uniform,
+        shard,
+    )
     from gradwire.errors import (
         DataError,
         GradwireError,
@@ -69,9 +78,9 @@ _HOMES = {
     "gradwire.comm.world": ("World", "current", "init"),
     "gradwire.core.plan": ("Plan",),
     "gradwire.core.policy": ("EveryStep",),
-    "gradwire.data.loader": ("DataLoader", "shard"),
-    "gradwire.data.sampler": ("ShardedSampler",),
-    "gradwire.data.split": ("ByClass", "Local", "Proportional", "Random", "Sample", "Stratified", "Uniform"),
+    "gradwire.data": (
+        "ByClass", "DataLoader", "Local", "Proportional", "Random", "Sample", "ShardedSampler", "Stratified", "Uniform", "shard",
+    ),
     "gradwire.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "gradwire.sync.allreduce": ("AllReduce",),
     "gradwire.sync.distribute": ("distribute", "no_sync", "weight"),

@@ -49,7 +49,8 @@ def sum_sparse(grad: Tensor | None, like: Tensor, group: Group) -> Tensor:
     same on all ranks. Sends (n-1) x rows x (8 + row bytes), so it pays while a batch touches few rows.
     """
     empty = torch.sparse_coo_tensor(
-        torch.zeros((1, 0), dtype=torch.int64, device=like.device), like.new_zeros((0, *like.shape[1:])), like.shape
+        torch.zeros((1, 0), dtype=torch.int64, device=like.device), like.new_zeros((0, *like.shape[1:])), like.shape,
+        check_invariants=False,
     )
     mine = empty if grad is None else grad.coalesce()
     rows, values = mine.indices()[0], mine.values()
@@ -60,4 +61,4 @@ def sum_sparse(grad: Tensor | None, like: Tensor, group: Group) -> Tensor:
     all_values = group.all_gather(torch.cat([values, padding]))
     kept_rows = torch.cat([row[:count] for row, count in zip(all_rows, counts, strict=True)])
     kept_values = torch.cat([value[:count] for value, count in zip(all_values, counts, strict=True)])
-    return torch.sparse_coo_tensor(kept_rows.unsqueeze(0), kept_values, like.shape).coalesce()
+    return torch.sparse_coo_tensor(kept_rows.unsqueeze(0), kept_values, like.shape, check_invariants=False).coalesce()
