@@ -1,0 +1,7 @@
+"""`python -m gradwire`."""
+
+import sys
+
+from gradwire.cli import main
+
+sys.exit(main())

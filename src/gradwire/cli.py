@@ -1,0 +1,222 @@
+"""The command line: `gradwire run` starts a script on several processes, `gradwire plan show` explains a plan file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from gradwire.errors import GradwireError, UsageError
+from gradwire.launch.job import Job, run_job
+from gradwire.launch.output import OutputMode
+
+__all__ = ["main"]
+
+AXES = ("data",)
+BATCH_NORM = ("local", "sync")
+ON_NONFINITE = ("skip", "stop")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, a worker's own, 1 for a failure, 2 for wrong usage."""
+    try:
+        options = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+        act: Callable[[argparse.Namespace], int] = options.act
+        return act(options)
+    except UsageError as error:
+        print(f"gradwire: {error}", file=sys.stderr)
+        return 2
+    except GradwireError as error:
+        print(f"gradwire: {error}", file=sys.stderr)
+        return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="gradwire", description="Data parallel training over processes and machines.")
+    parser.add_argument("--version", action="version", version=f"gradwire {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run(commands.add_parser("run", help="start a script on several processes", allow_abbrev=False))
+    plan = commands.add_parser("plan", help="look at a plan").add_subparsers(metavar="COMMAND", required=True)
+    show = plan.add_parser("show", help="check a plan file and explain it", allow_abbrev=False)
+    show.add_argument("file", metavar="FILE", type=Path, help="the plan, TOML")
+    show.add_argument("-n", metavar="N", type=_count, help="check it for N ranks")
+    show.set_defaults(act=_show)
+    return parser
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.usage = "gradwire run [options] (-m MODULE | SCRIPT) [ARGUMENTS ...]"
+    run.add_argument("-n", metavar="N", type=_count, default=1, help="processes on this host (default 1)")
+    run.add_argument("--nodes", metavar="N", type=_count, default=1, help="hosts (default 1)")
+    run.add_argument("--node-rank", metavar="K", type=_whole, help="this host's number, from 0")
+    run.add_argument("--rendezvous", metavar="HOST:PORT", type=_address, help="where node 0 listens for the others")
+    run.add_argument("--join-timeout", metavar="S", type=_seconds, default=300.0, help="wait for hosts (default 300 s)")
+    run.add_argument("--output", metavar="rank0|all|DIR", default="rank0", help="what to show, or a folder for logs")
+    run.add_argument("--plan", metavar="FILE", type=Path, help="the plan, TOML")
+    run.add_argument("--mesh", metavar="data=N", type=_mesh, help="sizes of the mesh axes")
+    run.add_argument("--accumulate", metavar="K", type=_count, help="micro-batches a step")
+    run.add_argument("--batch-norm", choices=BATCH_NORM, help="statistics of one rank, or of all")
+    run.add_argument("--on-nonfinite", choices=ON_NONFINITE, help="what a NaN or inf in a gradient does")
+    run.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after a hang this long (default 300 s)")
+    run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
+    run.add_argument("program", metavar="SCRIPT", help="a Python script, or a module with -m")
+    run.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="passed on to the script")
+    run.set_defaults(act=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    node_rank = _check_nodes(options)
+    program, module = _check_program(options)
+    output: str = options.output
+    mode: OutputMode = "rank0" if output == "rank0" else "all" if output == "all" else Path(output)
+    job = Job(
+        program=program,
+        arguments=tuple(options.arguments),
+        module=module,
+        num_local=options.n,
+        nodes=options.nodes,
+        node_rank=node_rank,
+        rendezvous=options.rendezvous,
+        join_timeout_s=options.join_timeout,
+        output=mode,
+        plan_text=_plan_text(options),
+        timeout_s=options.timeout,
+    )
+    return run_job(job)
+
+
+def _check_nodes(options: argparse.Namespace) -> int:
+    nodes: int = options.nodes
+    node_rank: int | None = options.node_rank
+    if nodes > 1 and (options.rendezvous is None or node_rank is None):
+        missing = "--rendezvous HOST:PORT" if options.rendezvous is None else "--node-rank K"
+        raise UsageError(
+            f"--nodes {nodes} needs {missing} too: the same address on every host, K from 0 to {nodes - 1}"
+        )
+    if node_rank is not None and node_rank >= nodes:
+        raise UsageError(f"--node-rank {node_rank} is not below --nodes {nodes}: use 0 to {nodes - 1}")
+    return node_rank or 0
+
+
+def _check_program(options: argparse.Namespace) -> tuple[str, bool]:
+    program: str = options.program
+    if options.module:
+        sys.path.insert(0, "")  # as python -m would find it
+        try:
+            found = importlib.util.find_spec(program) is not None
+        except (ImportError, ValueError):
+            found = False
+        finally:
+            sys.path.remove("")
+        if not found:
+            raise UsageError(f"-m {program}: there is no such module; allowed is a module that python -m can run")
+        return program, True
+    if not Path(program).is_file():
+        what = "is a folder" if Path(program).is_dir() else "does not exist"
+        raise UsageError(f"the script {program} {what}: give a Python file, or -m MODULE")
+    return program, False
+
+
+def _plan_text(options: argparse.Namespace) -> str | None:
+    """The plan file with the options in it, as TOML; None if neither was given."""
+    plan = {} if options.plan is None else _read_plan(options.plan)[1]
+    wanted = {"accumulate": options.accumulate, "batch_norm": options.batch_norm, "on_nonfinite": options.on_nonfinite}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if options.plan is not None and not given and options.mesh is None:
+        return _read_plan(options.plan)[0]
+    if options.mesh is not None:
+        given["mesh"] = options.mesh
+    return _to_toml({**plan, **given}) if plan or given else None
+
+
+def _read_plan(file: Path) -> tuple[str, dict[str, object]]:
+    try:
+        text = file.read_text()
+        return text, tomllib.loads(text)
+    except OSError as error:
+        raise UsageError(f"the plan {file} cannot be read ({error.strerror}): give a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the plan {file} is not valid TOML: {error}") from error
+
+
+def _to_toml(table: dict[str, object], prefix: str = "") -> str:
+    """Plain values first, then tables; JSON's strings, numbers, booleans and lists of them are TOML's too."""
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    lines = [f"{_key(key)} = {json.dumps(value)}" for key, value in plain.items()]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += [f"[{prefix}{_key(key)}]", _to_toml(value, f"{prefix}{_key(key)}.").rstrip("\n")]  # pyright: ignore
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+
+
+def _show(options: argparse.Namespace) -> int:
+    text, _ = _read_plan(options.file)
+    from gradwire.core.plan import Plan  # only here: it may import torch, which `gradwire run` must not
+
+    plan = Plan.from_toml(text)
+    if options.n is not None:
+        plan.check(options.n)
+    print(plan.describe())
+    return 0
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("gradwire")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a whole number, 0 or more")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 0 < len(text) < 7 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a whole number, 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a number of seconds above 0")
+    return seconds
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port[:6]) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use HOST:PORT with a port from 1 to 65535")
+    return host, int(port)
+
+
+def _mesh(text: str) -> dict[str, int]:
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or axis in mesh:
+            raise argparse.ArgumentTypeError(f"{text!r}: {axis!r} is not a mesh axis; allowed is {', '.join(AXES)}=N")
+        mesh[axis] = _count(size)
+    return mesh
