@@ -48,6 +48,8 @@ with gw.init() as world:
 
     used = world.account()
     world.log(f"{world.size} process(es), {used.samples_per_s:,.0f} samples/s. A step: {used.step_s * 1e3:.1f} ms =")
-    world.log(f"  data {used.data_s * 1e3:.1f} + compute {used.compute_s * 1e3:.1f} + exchange {used.exchange_s * 1e3:.1f}")
+    world.log(
+        f"  data {used.data_s * 1e3:.1f} + compute {used.compute_s * 1e3:.1f} + exchange {used.exchange_s * 1e3:.1f}"
+    )
     if args.save and world.rank == 0:
         torch.save(model.state_dict(), args.save)

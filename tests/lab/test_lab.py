@@ -17,7 +17,9 @@ from benchmarks.lab.line import measure
 from benchmarks.lab.tools import namespaces
 
 ROOT = Path(__file__).parent.parent.parent
-HOLDS_A_LAB = "from benchmarks.lab import Lab; import signal\nwith Lab(hosts=1): print('up', flush=True); signal.pause()"
+HOLDS_A_LAB = (
+    "from benchmarks.lab import Lab; import signal\nwith Lab(hosts=1): print('up', flush=True); signal.pause()"
+)
 
 
 @pytest.fixture
@@ -75,7 +77,9 @@ def test_a_command_runs_on_its_host_and_its_own_core(lab: Lab) -> None:
 
 
 def test_a_command_that_does_not_end_is_killed_with_its_children_and_its_words_are_shown(lab: Lab) -> None:
-    code = "import subprocess, sys, signal; subprocess.Popen(['sleep', '600']); print('here', flush=True); signal.pause()"
+    code = (
+        "import subprocess, sys, signal; subprocess.Popen(['sleep', '600']); print('here', flush=True); signal.pause()"
+    )
     with pytest.raises(LabError, match=r"hosts \[1\] were still running after 1 s(.|\n)*here"):
         lab.run({0: ["true"], 1: [sys.executable, "-c", code]}, timeout_s=1)
     assert subprocess.run(["ip", "netns", "pids", lab.namespace(1)], capture_output=True, check=True).stdout == b""
