@@ -117,9 +117,7 @@ def main() -> int:
             fetch()
         for part in ("train", "t10k"):
             images, labels = fashion(part)
-            print(
-                f"Fashion-MNIST {part}: {len(images)} images of {images.shape[1]}x{images.shape[2]}, {len(labels)} labels"
-            )
+            print(f"Fashion-MNIST {part}: images {images.shape}, labels {labels.shape}")
         print(f"text: {text().size} bytes")
     except MissingDataError as error:
         print(error, file=sys.stderr)

@@ -7,6 +7,7 @@ The scripts import ``benchmarks``, so start them from the root of the repository
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -103,7 +104,7 @@ class Record:
             "rank": self.rank,
             "interface": self.args.interface,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "step_s": [stop - start for start, stop in zip(ends, ends[1:], strict=False)],
+            "step_s": [stop - start for start, stop in itertools.pairwise(ends)],
             "loss": self.loss,
             "first_step_s": self.ends_s[0] - self.args.started,
             "before_model_bytes": self.before_model_bytes,

@@ -86,7 +86,7 @@ def _sent(repetitions: Sequence[Sequence[Row]]) -> Span | None:
 def table(summaries: Sequence[Summary], baseline: str) -> list[str]:
     """The lines of a Markdown table: median (lowest-highest)."""
     lines = [
-        f"| variant | step, ms | step / {baseline} | first step after, s | peak memory, MiB | sent / formula | last loss |",
+        f"| variant | step, ms | step / {baseline} | first step after, s | peak, MiB | sent / formula | last loss |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in summaries:
@@ -110,9 +110,9 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [f"- {key}: {value}" for key, value in result["about"].items()]
     lines += [
         "",
-        "Median over the repetitions (lowest-highest). A ratio is taken within each repetition, whose variants run one after",
-        "the other; below 1 is faster than the baseline. One pinned core and one torch thread a rank. The formula for bytes",
-        "is 2(n-1)/n x 4 x parameters, headers not included.",
+        "Median over the repetitions (lowest-highest). A ratio is taken within each repetition, whose variants run one",
+        "after the other; below 1 is faster than the baseline. One pinned core and one torch thread a rank. Peak: resident",
+        "memory of the larger rank. The formula for bytes is 2(n-1)/n x 4 x parameters, headers not included.",
     ]
     for part in result["parts"]:
         lines += ["", f"## {part['cell']}, {part['model']}", ""]

@@ -1,4 +1,4 @@
-"""The rules of docs/design.md that a program can keep: who may import whom, who may read the environment, file sizes."""
+"""The rules of docs/design.md that a program can keep: imports, the environment, sizes."""
 
 from __future__ import annotations
 

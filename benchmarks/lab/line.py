@@ -1,4 +1,4 @@
-"""The rate of a line as TCP sees it, between two hosts of a lab. Runs as a script on both: only the standard library."""
+"""The rate of a line as TCP sees it, between two hosts of a lab; as a script it is what runs on both."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def measure(lab: Lab, *, src: int = 0, dst: int = 1, num_bytes: int | None = Non
 
 
 def receive(address: str, num_bytes: int) -> float:
-    """Take one connection, read ``num_bytes`` and return bytes per second, the first chunk (a full burst) not counted."""
+    """Take one connection, read ``num_bytes``, return bytes per second; the first eighth (a burst) not counted."""
     with socket.create_server((address, PORT)) as server:
         server.settimeout(CONNECT_S)
         line, _ = server.accept()
