@@ -21,6 +21,7 @@ LEVELS = {
     "core": 2,
     "comm": 3,
     "sync": 4,
+    "verbs": 4,
     "data": 4,
     "cli": 5,
     "testing": 6,
