@@ -1,0 +1,43 @@
+"""PyTorch's own DistributedDataParallel on Gloo: the baseline. Ranks come from torchrun's variables."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.measure import SEED, Record, optimizer_for, parse, pin
+from benchmarks.models import loss_of
+
+
+def main() -> None:
+    """Train and report."""
+    args = parse(__doc__)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pin(rank)
+    record = Record(variant="ddp", rank=rank, args=args)
+    workload = record.workload
+    data = workload.dataset(record.num_steps * size * workload.samples_per_rank, SEED)
+    # Rank r reads samples r, r + n, ...: batch k of all ranks together is the k-th run of the data, as in gradwire's.
+    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False)
+    train = DataLoader(data, batch_size=workload.samples_per_rank, sampler=sampler)
+    model = workload.model(SEED)
+    parallel = (
+        DistributedDataParallel(model)
+        if args.bucket_cap_mb is None
+        else DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
+    )
+    optimizer = optimizer_for(model)
+    for x, y in train:
+        loss = loss_of(parallel(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        record.step_done(loss)
+    record.report(model)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
