@@ -1,0 +1,126 @@
+"""Who is missing from which collective: a pure function of what the ranks last said."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from gradwire.launch.verdict import Frame, at_step, number_list, who
+
+__all__ = ["Hang", "Member", "Waiting", "find_hangs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """A collective that a rank has entered and not left. since: the roster's clock, seconds."""
+
+    group: str
+    op: str
+    seq: int
+    since: float
+
+
+@dataclass(kw_only=True)
+class Member:
+    """What is known of one rank. `heard_at` is None until it says hello; `left_at` is set once it has ended well."""
+
+    rank: int
+    host: str = ""
+    pid: int | None = None
+    step: int | None = None
+    step_s: float = 0.0
+    arrived: dict[str, int] = field(default_factory=dict[str, int])
+    waiting: list[Waiting] = field(default_factory=list[Waiting])
+    stack: list[Frame] = field(default_factory=list[Frame])
+    heard_at: float | None = None
+    left_at: float | None = None
+    left_how: str = ""
+    gone: bool = False
+    suspended: bool = False
+
+    @property
+    def who(self) -> str:
+        """`rank 1 on HOST`."""
+        return who(self.rank, self.host)
+
+    @property
+    def alive(self) -> bool:
+        """Neither gone nor left."""
+        return not self.gone and self.left_at is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """One wait that lasts too long.
+
+    culprits: the ranks that do not come (empty: all have come and the collective does not end).
+    waiter, waiting: who waits in what; None for a rank that is silent while nobody waits. since: seconds on the clock.
+    """
+
+    culprits: tuple[int, ...]
+    since: float
+    waiter: int | None = None
+    waiting: Waiting | None = None
+
+    def headline(self, members: dict[int, Member], now: float) -> str:
+        """One line: who, where, what they miss, and for how long."""
+        if self.waiting is None:
+            silent = members[self.culprits[0]]
+            return f"{silent.who} has not been heard of for {now - self.since:.1f} s{at_step(silent.step)}"
+        what = f"{self.waiting.op} #{self.waiting.seq} of {self.waiting.group}"
+        waiter = members[self.waiter if self.waiter is not None else 0]
+        if not self.culprits:
+            return (
+                f"every rank has entered {what}{at_step(waiter.step)} but it has not ended for "
+                f"{now - self.since:.1f} s: a link between {number_list(list(members))} is cut or very slow"
+            )
+        names = ", ".join(members[rank].who for rank in self.culprits)
+        verb = "is" if len(self.culprits) == 1 else "are"
+        step = at_step(members[self.culprits[0]].step)
+        waited = f"{waiter.who} waits there{at_step(waiter.step)} since {now - self.waiting.since:.1f} s"
+        return f"{names} {verb} missing from {what}{step}; {waited}"
+
+
+def find_hangs(members: dict[int, Member], now: float, *, hang_s: float, silent_s: float) -> list[Hang]:
+    """All waits above max(hang_s, 3 usual steps) and all ranks silent for `silent_s`; longest wait first, one a culprit."""
+    limit_s = max(hang_s, 3 * max((member.step_s for member in members.values()), default=0.0))
+    found = [*_waits(members, now, limit_s), *_silences(members, now, silent_s)]
+    named: set[int] = set()
+    hangs: list[Hang] = []
+    for hang in sorted(found, key=lambda hang: (hang.waiting is None, not hang.culprits, hang.since)):
+        if not hang.culprits or not named.issuperset(hang.culprits):
+            hangs.append(hang)
+            named.update(hang.culprits)
+    return hangs
+
+
+def _waits(members: dict[int, Member], now: float, limit_s: float) -> Iterator[Hang]:
+    oldest: dict[tuple[str, int], tuple[int, Waiting]] = {}
+    for member in members.values():
+        for waiting in member.waiting if member.alive else ():
+            key = (waiting.group, waiting.seq)
+            if key not in oldest or waiting.since < oldest[key][1].since:
+                oldest[key] = (member.rank, waiting)
+    for rank, waiting in oldest.values():
+        if now - waiting.since > limit_s:
+            missing = [m for m in members.values() if m.alive and m.arrived.get(waiting.group, 0) < waiting.seq]
+            # A rank that itself waits elsewhere is held up by somebody: name those who wait for nobody, if any.
+            culprits = [m for m in missing if not m.waiting] or missing
+            if culprits or _all_inside(members.values(), waiting):
+                yield Hang(culprits=tuple(m.rank for m in culprits), since=waiting.since, waiter=rank, waiting=waiting)
+
+
+def _all_inside(members: Collection[Member], waiting: Waiting) -> bool:
+    """Two or more ranks are in the collective still: one alone may just not have said yet that it came out."""
+    inside = [m for m in members if any((w.group, w.seq) == (waiting.group, waiting.seq) for w in m.waiting)]
+    return len(inside) > 1
+
+
+def _silences(members: dict[int, Member], now: float, silent_s: float) -> Iterator[Hang]:
+    for member in members.values():
+        if member.alive and member.heard_at is not None and now - member.heard_at > silent_s:
+            waits = ((m, w) for m in members.values() if m.alive for w in m.waiting)
+            missed = [(m, w) for m, w in waits if member.arrived.get(w.group, 0) < w.seq]
+            waiter, waiting = min(missed, key=lambda pair: pair[1].since, default=(None, None))
+            rank = None if waiter is None else waiter.rank
+            yield Hang(culprits=(member.rank,), since=member.heard_at, waiter=rank, waiting=waiting)
