@@ -21,7 +21,8 @@ from gradwire.comm.wake import open_sockets, shut_sockets
 from gradwire.errors import LaunchError
 from gradwire.launch.coordinator import Coordinator
 from gradwire.launch.environment import Environment
-from gradwire.launch.heartbeat import Heartbeat, install_excepthook
+from gradwire.launch.excepthook import install_excepthook
+from gradwire.launch.heartbeat import Heartbeat
 
 JOIN_TIMEOUT_S = 120.0
 _WORLDS = itertools.count()
@@ -182,6 +183,7 @@ def _heartbeat(environment: Environment, store: dist.Store) -> tuple[Heartbeat, 
         rank=environment.rank,
         world_size=environment.world_size,
         host=socket.gethostname(),
+        reports=environment.control is None,
     )
     return heartbeat, coordinator
 

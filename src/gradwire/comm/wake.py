@@ -24,9 +24,10 @@ def shut_sockets(*, keep: frozenset[int]) -> None:
         try:
             with socket.socket(fileno=os.dup(fd)) as connection:
                 if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()  # raises for a listener, whose end Gloo answers by aborting the process
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            continue  # a listener, or gone already: nothing to wake there
+            continue  # not connected, or gone already: nothing waits there
 
 
 def _sockets() -> dict[int, int]:

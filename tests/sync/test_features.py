@@ -1,0 +1,485 @@
+"""What people do between `backward()` and `step()`, and to their models: each against one plain process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gradwire as gw
+from gradwire.comm.world import World
+from gradwire.testing import ListSource, RankError, run_ranks
+
+X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(24, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+BATCHES = [(X[:8], Y[:8]), (X[8:13], Y[8:13]), (X[13:], Y[13:])]
+
+
+def mlp() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator, dtype=param.dtype) * 0.5)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def vector(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def assert_same(results: list[Tensor], truth: Tensor) -> None:
+    for result in results:
+        assert torch.equal(result, results[0])
+        torch.testing.assert_close(result, truth, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_several_backwards_before_one_step_add_up(num_ranks: int) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    for x, y in BATCHES:
+        F.mse_loss(model(x), y).backward()
+        (model(x) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(world: World) -> Tensor:
+        ours = mlp()
+        steps = sgd(ours)
+        source = ListSource(BATCHES, world)
+        gw.distribute(ours, steps, source, plan=gw.Plan(bucket_bytes=128))
+        for x, y in source:
+            F.mse_loss(ours(x), y).backward()
+            (ours(x) ** 2).mean().backward()
+            steps.step()
+            steps.zero_grad()
+        return vector(ours)
+
+    assert_same(run_ranks(num_ranks, run), vector(model))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_either_way(set_to_none: bool) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    for x, y in BATCHES:
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(world: World) -> Tensor:
+        ours = mlp()
+        steps = sgd(ours)
+        source = ListSource(BATCHES, world)
+        gw.distribute(ours, steps, source)
+        for x, y in source:
+            F.mse_loss(ours(x), y).backward()
+            steps.step()
+            steps.zero_grad(set_to_none=set_to_none)
+        return vector(ours)
+
+    assert_same(run_ranks(2, run), vector(model))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_sync_by_hand_equals_the_sum_of_means(num_ranks: int) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    for _ in range(2):
+        for x, y in BATCHES:
+            (F.mse_loss(model(x), y) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(world: World) -> Tensor:
+        ours = mlp()
+        steps = sgd(ours)
+        source = ListSource(BATCHES, world)
+        gw.distribute(ours, steps, source)
+        for _ in range(2):
+            for index, (x, y) in enumerate(source):
+                if index < 2:
+                    with gw.no_sync():
+                        (F.mse_loss(ours(x), y) / 3).backward()
+                else:
+                    (F.mse_loss(ours(x), y) / 3).backward()
+            steps.step()
+            steps.zero_grad()
+        return vector(ours)
+
+    assert_same(run_ranks(num_ranks, run), vector(model))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_a_window_that_is_short_is_scaled_rightly(num_ranks: int, accumulate: int) -> None:
+    batches = [(X[:7], Y[:7]), (X[7:8], Y[7:8]), (X[8:10], Y[8:10])]
+    model = mlp()
+    optimizer = sgd(model)
+    for x, y in batches:
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(world: World) -> Tensor:
+        ours = mlp()
+        steps = sgd(ours)
+        source = ListSource(batches, world)
+        gw.distribute(ours, steps, source, plan=gw.Plan(accumulate=accumulate))
+        for x, y in source:
+            before = vector(ours)
+            F.mse_loss(ours(x), y).backward()
+            steps.step()
+            steps.zero_grad()
+            assert source.current is not None
+            assert torch.equal(vector(ours), before) is not source.current.last
+        return vector(ours)
+
+    assert_same(run_ranks(num_ranks, run), vector(model))
+
+
+def test_two_optimizers_over_one_model_and_two_models() -> None:
+    def game(generator: nn.Module, critic: nn.Module, a: torch.optim.Optimizer, b: torch.optim.Optimizer, batches) -> Tensor:
+        for x, y in batches:
+            critic(generator(x).repeat(1, 4)).mean().backward()
+            a.step()
+            a.zero_grad()
+            b.zero_grad()
+            (critic(generator(x).detach().repeat(1, 4)) - critic(y.repeat(1, 4))).square().mean().backward()
+            b.step()
+            b.zero_grad()
+        return torch.cat([vector(generator), vector(critic)])
+
+    first, second = mlp(), mlp()
+    truth = game(first, second, sgd(first), sgd(second), BATCHES)
+
+    def run(world: World) -> Tensor:
+        one, two = mlp(), mlp()
+        a, b = sgd(one), sgd(two)
+        source = ListSource(BATCHES, world)
+        gw.distribute(one, a, source)
+        gw.distribute(two, b, source)
+        return game(one, two, a, b, source)
+
+    assert_same(run_ranks(2, run), truth)
+
+    def halves(model: nn.Sequential) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(model[:2].parameters(), lr=0.1), torch.optim.Adam(model[2:].parameters(), eps=1e-3)]
+
+    def train(model: nn.Sequential, optimizers: list[torch.optim.Optimizer], batches) -> Tensor:
+        for x, y in batches:
+            F.mse_loss(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return vector(model)
+
+    alone = mlp()
+    truth = train(alone, halves(alone), BATCHES)
+
+    def run_halves(world: World) -> Tensor:
+        ours = mlp()
+        optimizers = halves(ours)
+        source = ListSource(BATCHES, world)
+        gw.distribute(ours, optimizers, source)
+        return train(ours, optimizers, source)
+
+    assert_same(run_ranks(2, run_halves), truth)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant: bool) -> None:
+    def forward(model: nn.Sequential, x: Tensor) -> Tensor:
+        hidden = model[0](x)
+        return model[4](checkpoint(model[1:4], hidden, use_reentrant=use_reentrant))
+
+    model = mlp()
+    optimizer = sgd(model)
+    for x, y in BATCHES:
+        F.mse_loss(forward(model, x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(world: World) -> Tensor:
+        ours = mlp()
+        steps = sgd(ours)
+        source = ListSource(BATCHES, world)
+        gw.distribute(ours, steps, source, plan=gw.Plan(bucket_bytes=64))
+        for x, y in source:
+            F.mse_loss(forward(ours, x), y).backward()
+            steps.step()
+            steps.zero_grad()
+        return vector(ours)
+
+    assert_same(run_ranks(2, run), vector(model))
+
+
+def test_a_gradient_penalty_leaves_the_agreed_gradient_alone() -> None:
+    def penalty(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum(1).mean()
+
+    model = mlp()
+    x, y = BATCHES[0]
+    F.mse_loss(model(x), y).backward()
+    torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    penalty(model, x).backward()
+    truth = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+
+    def run(world: World) -> Tensor:
+        ours = mlp()
+        source = ListSource([(x, y)], world)
+        gw.distribute(ours, sgd(ours), source)
+        for mine, target in source:
+            F.mse_loss(ours(mine), target).backward()
+            torch.autograd.grad(ours(mine).sum(), list(ours.parameters()))
+            penalty(ours, mine).backward()
+        return torch.cat([param.grad.flatten() for param in ours.parameters() if param.grad is not None])
+
+    assert_same(run_ranks(2, run), truth)
+
+
+def test_autocast_and_grad_scaler_skip_an_overflow_on_all_ranks() -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches, poison) -> tuple[Tensor, float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step, (x, y) in enumerate(batches):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = model(x.float())
+            loss = F.mse_loss(output.float(), y.float())
+            scaler.scale(loss * (float("inf") if poison(step) else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return vector(model), scaler.get_scale()
+
+    alone = mlp().float()
+    truth, scale = train(alone, sgd(alone), BATCHES, lambda step: step == 1)
+
+    def run(world: World) -> tuple[Tensor, float]:
+        ours = mlp().float()
+        steps = sgd(ours)
+        source = ListSource(BATCHES, world)
+        gw.distribute(ours, steps, source)
+        return train(ours, steps, source, lambda step: step == 1 and world.rank == 1)
+
+    for weights, ours in run_ranks(2, run):
+        assert ours == scale == 512.0
+        torch.testing.assert_close(weights, truth, rtol=1e-2, atol=1e-2)  # bfloat16 activations round by the batch's shape
+
+
+def test_sparse_gradients_of_sparse_adam() -> None:
+    rows = torch.randint(0, 20, (12, 2), generator=torch.Generator().manual_seed(5))
+
+    def table() -> nn.Embedding:
+        made = nn.Embedding(20, 3, sparse=True).double()
+        with torch.no_grad():
+            made.weight.copy_(torch.arange(60.0).view(20, 3) / 60)
+        return made
+
+    def train(model: nn.Embedding, optimizer: torch.optim.Optimizer, batches) -> Tensor:
+        for (mine,) in batches:
+            model(mine).sum((1, 2)).square().mean().backward()
+            assert model.weight.grad is not None
+            assert model.weight.grad.is_sparse
+            optimizer.step()
+            optimizer.zero_grad()
+        return vector(model)
+
+    batches = [(rows[:6],), (rows[6:7],), (rows[7:],)]
+    alone = table()
+    truth = train(alone, torch.optim.SparseAdam(list(alone.parameters()), eps=1e-3), batches)
+
+    def run(world: World) -> Tensor:
+        ours = table()
+        steps = torch.optim.SparseAdam(list(ours.parameters()), eps=1e-3)
+        source = ListSource(batches, world)
+        gw.distribute(ours, steps, source)
+        return train(ours, steps, source)
+
+    for num_ranks in (1, 2, 3):
+        assert_same(run_ranks(num_ranks, run), truth)
+
+
+def test_a_conditionally_used_branch() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.common, self.left, self.right = (nn.Linear(4, 1).double() for _ in range(3))
+            with torch.no_grad():
+                for number, param in enumerate(self.parameters()):
+                    param.fill_(0.1 * number)
+
+        def forward(self, x: Tensor) -> Tensor:
+            positive = x[:, 0] > 0
+            sides = [side(x[chosen]) for side, chosen in ((self.left, positive), (self.right, ~positive)) if chosen.any()]
+            return self.common(x).mean() + torch.cat(sides).sum() / len(x)
+
+    batches = [(X[i : i + 2],) for i in range(0, 24, 2)]
+    model = Branch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
+    for (x,) in batches:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(world: World) -> Tensor:
+        ours = Branch()
+        steps = torch.optim.AdamW(ours.parameters(), lr=0.1, eps=1e-3)
+        source = ListSource(batches, world)
+        gw.distribute(ours, steps, source)
+        for (x,) in source:
+            ours(x).backward()
+            steps.step()
+            steps.zero_grad()
+        return vector(ours)
+
+    assert_same(run_ranks(2, run), vector(model))
+
+
+def test_other_buffers_follow_rank_0_when_they_change() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(1, 1)
+            self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += x.mean()
+            return self.linear(x).sum()
+
+    def run(world: World) -> list[float]:
+        model = Counting()
+        gw.distribute(model, sgd(model))
+        for _ in range(2):
+            model(torch.full((2, 1), 1.0 + world.rank)).backward()
+        return model.seen.tolist()
+
+    assert run_ranks(3, run) == [[2.0, 2.0]] * 3
+
+
+def test_local_batch_norm_averages_by_samples() -> None:
+    def run(world: World) -> tuple[float, float]:
+        model = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0))
+        source = ListSource([(torch.tensor([[0.0], [2.0], [4.0], [6.0], [8.0], [100.0]]),)], world, shares=[5, 1])
+        gw.distribute(model, sgd(model), source)
+        for (x,) in source:
+            padded = torch.cat([x, x])
+            model(padded).sum().backward()
+        return float(model[0].running_mean), float(model[0].num_batches_tracked)
+
+    assert run_ranks(2, run) == [(pytest.approx((4 * 5 + 100) / 6), 1.0)] * 2
+
+
+@pytest.mark.slow
+def test_a_compiled_model() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    for x, y in BATCHES:
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(world: World) -> Tensor:
+        compiled = torch.compile(mlp(), backend="aot_eager", dynamic=True)
+        steps = sgd(compiled)
+        source = ListSource(BATCHES, world)
+        gw.distribute(compiled, steps, source)
+        for x, y in source:
+            F.mse_loss(compiled(x), y).backward()
+            steps.step()
+            steps.zero_grad()
+        return vector(compiled)
+
+    for num_ranks in (1, 2):
+        assert_same(run_ranks(num_ranks, run, processes=False, timeout_s=120), vector(model))
+
+
+def test_the_bucket_size_follows_measurement_without_changing_the_bits() -> None:
+    def run(world: World, bucket_bytes: int | None) -> Tensor:
+        ours = mlp()
+        steps = sgd(ours)
+        source = ListSource(BATCHES * 4, world)
+        gw.distribute(ours, steps, source, plan=gw.Plan(bucket_bytes=bucket_bytes))
+        for x, y in source:
+            F.mse_loss(ours(x), y).backward()
+            steps.step()
+            steps.zero_grad()
+        return vector(ours)
+
+    measured = run_ranks(3, lambda world: run(world, None))
+    for size in (64, 200, 1 << 20):
+        assert torch.equal(run_ranks(3, lambda world, size=size: run(world, size))[0], measured[0])
+
+
+def test_an_unknown_loader_is_refused_rather_than_weighed_wrongly() -> None:
+    def run(world: World) -> None:
+        model = mlp()
+        gw.distribute(model, sgd(model))
+        for x, y in gw.DataLoader(torch.utils.data.TensorDataset(X, Y), 8):
+            F.mse_loss(model(x), y).backward()
+
+    with pytest.raises(RankError, match=r"call gw.distribute\(model, optimizer, loader\)"):
+        run_ranks(2, run, timeout_s=20)
+
+
+def test_an_unfrozen_parameter_is_refused_by_name() -> None:
+    def run(world: World) -> None:
+        model = mlp()
+        model[2].requires_grad_(False)
+        optimizer = sgd(model)
+        gw.distribute(model, optimizer)
+        model[2].requires_grad_(True)
+        model(X).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RankError, match="2.weight was frozen"):
+        run_ranks(2, run, timeout_s=20)
+
+
+def test_distributing_again_after_unfreezing_trains_everything() -> None:
+    def run(world: World) -> Tensor:
+        model = mlp()
+        model[2].requires_grad_(False)
+        optimizer = sgd(model)
+        gw.distribute(model, optimizer)
+        model(X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model[2].requires_grad_(True)
+        gw.distribute(model, optimizer)
+        model(X[world.rank :: 2]).sum().backward()
+        optimizer.step()
+        return vector(model)
+
+    first, second = run_ranks(2, run)
+    assert torch.equal(first, second)
+
+
+def test_the_model_is_the_users_again_after_the_world_closed() -> None:
+    def run(world: World) -> nn.Module:
+        model = mlp()
+        gw.distribute(model, sgd(model))
+        model(X).sum().backward()
+        return model
+
+    models = run_ranks(2, run)
+    model = copy.deepcopy(models[0])
+    model.zero_grad()
+    model(X).sum().backward()
+    models[0].zero_grad()
+    models[0](X).sum().backward()
+    for ours, plain in zip(models[0].parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours.grad, plain.grad)
