@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import islice
+from typing import cast
 
 import torch
 
@@ -28,7 +29,7 @@ def agree(pairs: Iterator[Pair], group: Group, accumulate: int) -> Iterator[Pair
     first_window = True
     while True:
         first = next(pairs, None)
-        counts = group.all_gather(torch.tensor([first[0].own if first else 0])).flatten().tolist()
+        counts = _of_all(group, first[0].own if first else 0)
         if first_window:
             _all_have_samples(counts)
         first_window = False
@@ -65,11 +66,15 @@ def agreed_order(batches: Iterator[list[int]], group: Group, epoch: int) -> Iter
     while True:
         block = list(islice(batches, BLOCK))
         digest = blake2b(repr(block).encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "big", signed=True)])
-        _compare(group.all_gather(mine).flatten().tolist(), epoch)
+        _compare(_of_all(group, int.from_bytes(digest, "big", signed=True)), epoch)
         yield from block
         if len(block) < BLOCK:
             return
+
+
+def _of_all(group: Group, mine: int) -> list[int]:
+    """Every rank's number (64 bits), in rank order."""
+    return cast("list[int]", group.all_gather(torch.tensor([mine])).flatten().tolist())  # pyright: ignore
 
 
 def _compare(digests: list[int], epoch: int) -> None:
@@ -78,6 +83,6 @@ def _compare(digests: list[int], epoch: int) -> None:
     if odd:
         raise MismatchError(
             f"ranks {digests.index(usual)} and {odd[0]} drew different samples for epoch {epoch} (orders "
-            f"{usual & (2**64 - 1):016x} and {digests[odd[0]] & (2**64 - 1):016x}); the samplers of all ranks must draw "
-            "alike: seed all ranks alike before iterating: torch.manual_seed(0), or use gw.DataLoader(dataset, ...)"
+            f"{usual & (2**64 - 1):016x} and {digests[odd[0]] & (2**64 - 1):016x}); samplers must draw alike "
+            "on all ranks: seed all ranks alike before iterating: torch.manual_seed(0), or use gw.DataLoader"
         )

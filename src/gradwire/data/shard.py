@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -41,6 +41,7 @@ def shard(loader: TorchDataLoader[Any], *, world: World | None = None) -> DataLo
     """
     world = here(world)
     _can_be_parted(loader)
+    loader = cast("Any", loader)  # torch's annotations are partial
     if loader.batch_size is not None:
         batch_size_for(loader.batch_size, world.size)
     reading = reading_of(loader)
@@ -63,31 +64,33 @@ def _can_be_parted(loader: object) -> None:
             f"shard() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}; "
             "for a data set use gw.DataLoader(dataset, batch_size)"
         )
-    if loader.batch_sampler is None:
+    plain = cast("Any", loader)
+    if plain.batch_sampler is None:
         raise DataError(
             "this loader has batch_size=None, so that its data set makes the batches; give it batch_size=... "
             "(the global batch) and let the data set give samples"
         )
-    samplers: list[object] = [loader.sampler, loader.batch_sampler]
+    samplers: list[object] = [plain.sampler, plain.batch_sampler]
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise DataError("this loader's DistributedSampler parts the data already; leave it out (use shuffle=True)")
-    if not loader.in_order:
+    if not plain.in_order:
         raise DataError("this loader has in_order=False, so that batches cannot be told apart; use in_order=True")
 
 
 def reading_of(loader: TorchDataLoader[Any]) -> Reading:
     """How a torch loader reads."""
+    plain = cast("Any", loader)
     return Reading(
-        num_workers=loader.num_workers,
-        collate_fn=cast("Callable[[list[object]], object]", loader.collate_fn),
-        pin_memory=loader.pin_memory,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        timeout_s=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        pin_memory_device=loader.pin_memory_device,
+        num_workers=plain.num_workers,
+        collate_fn=plain.collate_fn,
+        pin_memory=plain.pin_memory,
+        prefetch_factor=plain.prefetch_factor,
+        persistent_workers=plain.persistent_workers,
+        timeout_s=plain.timeout,
+        worker_init_fn=plain.worker_init_fn,
+        multiprocessing_context=plain.multiprocessing_context,
+        generator=plain.generator,
+        pin_memory_device=plain.pin_memory_device,
     )
 
 
@@ -98,8 +101,8 @@ class SamplerSource:
     split_kind = UNIFORM.words()
 
     def __init__(self, loader: TorchDataLoader[Any], reading: Reading, world: World) -> None:
-        self._loader, self._world = loader, world
-        self._batch_sampler = cast("Iterable[list[int]]", loader.batch_sampler)
+        self._loader, self._world = cast("Any", loader), world
+        self._batch_sampler: Iterable[list[int]] = self._loader.batch_sampler
         self._random = RandomStates(generators_of(loader))
         self._from = Position(epoch=0), Seat(rank=0, size=1)
         self._feed: Feed[Turn] = Feed(self._turns)
@@ -206,7 +209,7 @@ class RandomStates:
 
 
 def _hex(state: torch.Tensor) -> str:
-    return bytes(state.tolist()).hex()
+    return bytes(state.numpy()).hex()
 
 
 def _tensor(text: str) -> torch.Tensor:
@@ -220,7 +223,8 @@ class _Draws(Protocol):
 
 def generators_of(loader: TorchDataLoader[Any]) -> list[torch.Generator]:
     """The generators of the loader, its batch sampler and its sampler, each once."""
-    holders: list[object] = [loader, loader.batch_sampler, loader.sampler]
+    plain = cast("Any", loader)
+    holders: list[object] = [plain, plain.batch_sampler, plain.sampler]
     held = [holder.generator for holder in holders if isinstance(holder, _Draws)]
     found = {id(generator): generator for generator in held if isinstance(generator, torch.Generator)}
     return list(found.values())

@@ -9,7 +9,10 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import (
+    Dataset,
+    default_collate,  # pyright: ignore[reportUnknownVariableType]
+)
 
 from gradwire.data.epoch import Recipe, Words, worker_seed
 from gradwire.data.stream import StreamReader, Task, Window
@@ -112,7 +115,7 @@ class MapSource(RecipeState):
 
 
 class StreamSource(RecipeState):
-    """An iterable data set. own_seeds: workers' seeds from the recipe's seed; else from reading.generator or torch's."""
+    """An iterable data set. own_seeds: workers' seeds follow the recipe's seed; else reading.generator or torch's."""
 
     def __init__(
         self, dataset: Iterable[object], recipe: Recipe, reading: Reading, rank: int, *, own_seeds: bool = True
@@ -122,7 +125,7 @@ class StreamSource(RecipeState):
         self._from = Position(epoch=0), Seat(rank=0, size=1)
         self._feed: Feed[Task] = Feed(self._tasks)
         self._watch = Watch(self._feed, rank=rank, num_workers=reading.num_workers)
-        reader = StreamReader(dataset, recipe, reading.collate_fn or default_collate)
+        reader = StreamReader(dataset, recipe, reading.collate_fn or cast("Collate", default_collate))
         reading = replace(reading, generator=self._generator if own_seeds else reading.generator)
         self._torch: TorchDataLoader[Window | None] = torch_loader(reader, self._feed, reading, self._watch, ready=True)
 
@@ -160,7 +163,7 @@ def torch_loader(
         cast("Dataset[object]", dataset),
         batch_size=None if ready else 1,
         sampler=feed if ready else None,
-        batch_sampler=None if ready else feed,
+        batch_sampler=None if ready else cast("Any", feed),
         num_workers=reading.num_workers,
         collate_fn=as_it_is if ready else reading.collate_fn,
         pin_memory=reading.pin_memory,

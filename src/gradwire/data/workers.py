@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Generic, Protocol, TypeVar
@@ -98,7 +98,7 @@ def seed_all(seed: int, rank: int) -> None:
     words = raw(3, (seed, rank), Stream.WORKERS).tolist()
     random.seed(words[0])
     np.random.seed(words[1] % 2**32)
-    torch.manual_seed(words[2] >> 1)
+    torch.random.manual_seed(words[2] >> 1)  # pyright: ignore[reportUnknownMemberType]
 
 
 def die_with_parent() -> None:
