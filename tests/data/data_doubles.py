@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -31,13 +32,27 @@ class ThreadGroup:
         return found
 
 
+class Double(SimpleNamespace):
+    """Knows the loader that yielded last without keeping it alive: a loader's workers end with it."""
+
+    _reading = None
+
+    @property
+    def reading(self) -> Any:
+        return None if self._reading is None else self._reading()
+
+    @reading.setter
+    def reading(self, loader: Any) -> None:
+        self._reading = weakref.ref(loader)
+
+
 def world(rank: int = 0, size: int = 1, group: ThreadGroup | None = None) -> Any:
     def opened(axis: str, *, channel: str = "main") -> ThreadGroup:
         assert (axis, channel) == ("data", "loader") and group is not None
         return group
 
     clock = SimpleNamespace(waiting_for_data=nullcontext)
-    return SimpleNamespace(rank=rank, size=size, clock=clock, reading=None, group=opened)
+    return Double(rank=rank, size=size, clock=clock, group=opened)
 
 
 def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:

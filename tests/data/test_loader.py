@@ -97,7 +97,9 @@ def test_case_8_a_run_goes_on_at_the_exact_sample_on_any_world(data):
     length, batch_size = data.draw(st.integers(5, 40)), data.draw(st.integers(5, 12))
     before, after = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
     accumulate, stream = data.draw(st.integers(1, 3)), data.draw(st.booleans())
-    make = lambda rank, size: DataLoader(Stream(length) if stream else range(length), batch_size, world=world(rank, size))  # noqa: E731
+    make = lambda rank, size: DataLoader(
+        Stream(length) if stream else range(length), batch_size, world=world(rank, size)
+    )  # noqa: E731
     whole = global_batches(1, length, batch_size, accumulate, dataset=Stream(length) if stream else None, epochs=3)
     loader = make(before - 1, before)
     loader.attach(accumulate)

@@ -139,8 +139,9 @@ class Sample(Split):
         weights = np.ones(len(order)) if self.weights is None else np.asarray(self.weights)[order]
         if self._replaces:
             chances = np.cumsum(weights)
-            places = np.searchsorted(chances, uniforms(num, key, Stream.SAMPLE) * chances[-1], side="right")
-            return order[np.minimum(cast("Indices", places), len(order) - 1)]
+            lots = uniforms(num, key, Stream.SAMPLE) * chances[-1]
+            places = cast("Indices", chances.searchsorted(lots, side="right"))
+            return order[np.minimum(places, len(order) - 1)]
         with np.errstate(divide="ignore"):  # weight 0: an infinite waiting time. Efraimidis and Spirakis 2006
             waits = -np.log(uniforms(len(order), key, Stream.SAMPLE)) / weights
         return order[np.sort(np.argsort(waits, kind="stable")[:num])]
