@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,10 +49,10 @@ class Random(Split):
     def parts(self, batch: Sequence[int], size: int, key: Key) -> list[list[int]]:
         if self.fixed:
             return handed(batch, self.owners(batch, key[0]), size)
-        order = permutation(len(batch), key, Stream.PARTS)
+        order = cast("list[int]", permutation(len(batch), key, Stream.PARTS).tolist())
         offset = float(uniforms(1, key, Stream.PARTS)[0])
         bounds = [0, *(min(len(batch), int(edge * len(batch) + offset)) for edge in self._edges()), len(batch)]
-        return cut([batch[place] for place in order.tolist()], Partition(tuple(bounds)))
+        return cut([batch[place] for place in order], Partition(tuple(bounds)))
 
     def owners(self, batch: Sequence[int], seed: int) -> Indices:
         """The rank that owns each sample for the whole run."""
@@ -125,8 +126,8 @@ class Sample(Split):
         possible = int(np.count_nonzero(self.weights))
         if not self._replaces and possible < self._num(length):
             raise DataError(
-                f"fraction={self.fraction:g} draws {self._num(length)} samples but only {possible} weights are above 0; "
-                "use replacement=True or a smaller fraction"
+                f"fraction={self.fraction:g} draws {self._num(length)} samples but only {possible} weights are above 0"
+                "; use replacement=True or a smaller fraction"
             )
 
     def _num(self, length: int) -> int:
@@ -135,11 +136,12 @@ class Sample(Split):
     def draw(self, order: Indices, key: Key) -> Indices:
         order = self.split.draw(order, key)
         num = self._num(len(order))
-        if self._replaces:
-            chances = np.cumsum(np.ones(len(order)) if self.weights is None else np.asarray(self.weights)[order])
-            places = np.searchsorted(chances, uniforms(num, key, Stream.SAMPLE) * chances[-1], side="right")
-            return order[np.minimum(places, len(order) - 1)]
         weights = np.ones(len(order)) if self.weights is None else np.asarray(self.weights)[order]
+        if self._replaces:
+            chances = np.cumsum(weights)
+            lots = uniforms(num, key, Stream.SAMPLE) * chances[-1]
+            places = cast("Indices", chances.searchsorted(lots, side="right"))
+            return order[np.minimum(places, len(order) - 1)]
         with np.errstate(divide="ignore"):  # weight 0: an infinite waiting time. Efraimidis and Spirakis 2006
             waits = -np.log(uniforms(len(order), key, Stream.SAMPLE)) / weights
         return order[np.sort(np.argsort(waits, kind="stable")[:num])]
@@ -155,8 +157,10 @@ class Sample(Split):
 
     def _drawing(self) -> str:
         how = "with" if self._replaces else "without"
-        weighted = f", weights crc {zlib.crc32(np.asarray(self.weights).tobytes()):08x}" if self.weights is not None else ""
-        return f"sample of {self.fraction:g} {how} replacement{weighted}"
+        words = f"sample of {self.fraction:g} {how} replacement"
+        if self.weights is None:
+            return words
+        return f"{words}, weights crc {zlib.crc32(np.asarray(self.weights).tobytes()):08x}"
 
 
 def weights_of(weights: Sequence[float]) -> NDArray[np.float64]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import cast
 
-import torch
 from torch.utils.data import IterableDataset
 
 from gradwire.data.epoch import Recipe
@@ -15,7 +15,9 @@ from gradwire.data.sources import Reading
 from gradwire.data.split import Split
 from gradwire.errors import DataError
 
-SPLITS = "Uniform(), Stratified(labels), ByClass(labels), Random(fractions=[...]), Proportional([...]), Sample(0.1), Local()"
+SPLITS = (
+    "Uniform(), Stratified(labels), ByClass(labels), Random(fractions=[...]), Proportional([...]), Sample(0.1), Local()"
+)
 
 
 def whole(name: str, value: object, *, least: int, cure: str) -> int:
@@ -33,7 +35,7 @@ def is_stream(dataset: object) -> bool:
         return True
     if isinstance(dataset, Iterator):
         raise DataError(
-            f"the data set is a {type(dataset).__name__}, which can be read only once; "
+            f"the data set is a {type(cast(object, dataset)).__name__}, which can be read only once; "
             "give an object whose __iter__ starts anew, e.g. a torch IterableDataset"
         )
     kind = type(dataset)
@@ -93,7 +95,7 @@ def recipe_for(
     recipe = Recipe(
         length=length,
         batch_size=batch_size_for(batch_size, world.size),
-        split=splits(split, length if not stream or length is None else length, world.size),
+        split=splits(split, length, world.size),
         shuffle=not stream if shuffle is None else shuffle,
         seed=whole("seed", seed, least=0, cure="e.g. seed=0"),
         drop_last=flag("drop_last", drop_last),

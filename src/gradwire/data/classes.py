@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class ByClass(Split):
 def handed(batch: Sequence[int], ranks: Indices, size: int) -> list[list[int]]:
     """Sample i of ``batch`` goes to ``ranks[i]``; within a part the batch's order is kept."""
     parts: list[list[int]] = [[] for _ in range(size)]
-    for index, rank in zip(batch, ranks.tolist(), strict=True):
+    for index, rank in zip(batch, cast("list[int]", ranks.tolist()), strict=True):
         parts[rank].append(index)
     return parts
 
@@ -114,12 +115,13 @@ def classes_of(codes: Indices, batch: Sequence[int]) -> Indices:
     try:
         return codes[np.asarray(batch, dtype=np.int64)]
     except IndexError as error:
-        raise DataError(f"sample {max(batch)} has no label: there are {len(codes)} labels; give one per sample") from error
+        found = f"sample {max(batch)} has no label: there are {len(codes)} labels"
+        raise DataError(f"{found}; give one per sample") from error
 
 
 def same_length(num_labels: int, length: int | None) -> None:
     if length is not None and num_labels != length:
-        raise DataError(f"there are {num_labels} labels for {length} samples; give one label per sample of the data set")
+        raise DataError(f"there are {num_labels} labels for {length} samples; give one label per sample")
 
 
 def labels_words(kind: str, codes: Indices) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import islice
+from typing import cast
 
 import torch
 
@@ -16,6 +17,8 @@ from gradwire.errors import DataError, MismatchError
 
 BLOCK = 1024  # batches per comparison of orders: usually the whole epoch, and an endless sampler still works
 
+NEVER = -1  # a rank's count of samples in a window when it never had any
+
 Pair = tuple[Turn, object]
 
 
@@ -25,13 +28,11 @@ def agree(pairs: Iterator[Pair], group: Group, accumulate: int) -> Iterator[Pair
     pairs: this rank's turns with their data, ``accumulate`` a window, stand-ins once its samples are used up.
     One all_gather of 8 bytes a window. Raises DataError, on all ranks, naming a rank that has no sample at all.
     """
-    first_window = True
     while True:
         first = next(pairs, None)
-        counts = group.all_gather(torch.tensor([first[0].own if first else 0])).flatten().tolist()
-        if first_window:
-            _all_have_samples(counts)
-        first_window = False
+        counts = _of_all(group, first[0].own if first else NEVER)
+        if NEVER in counts:
+            raise _no_sample(counts.index(NEVER))
         if first is None or not any(counts):
             return
         total = min(accumulate, max(counts))
@@ -42,13 +43,11 @@ def agree(pairs: Iterator[Pair], group: Group, accumulate: int) -> Iterator[Pair
                 yield _counted(pair, total, sum(of_rank[index] for of_rank in sizes), sum(counts))
 
 
-def _all_have_samples(counts: list[int]) -> None:
-    empty = [rank for rank, count in enumerate(counts) if count == 0]
-    if empty and any(counts):
-        raise DataError(
-            f"rank {empty[0]} has no sample at all, rank {counts.index(max(counts))} has {max(counts)} in its first "
-            "batch; under Local() every rank needs at least one sample: check that rank's files"
-        )
+def _no_sample(rank: int) -> DataError:
+    return DataError(
+        f"rank {rank} has no sample at all; under Local() every rank needs at least one: check that rank's files, "
+        "or start without it"
+    )
 
 
 def _counted(pair: Pair, total: int, global_samples: int, window_samples: int) -> Pair:
@@ -65,11 +64,15 @@ def agreed_order(batches: Iterator[list[int]], group: Group, epoch: int) -> Iter
     while True:
         block = list(islice(batches, BLOCK))
         digest = blake2b(repr(block).encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "big", signed=True)])
-        _compare(group.all_gather(mine).flatten().tolist(), epoch)
+        _compare(_of_all(group, int.from_bytes(digest, "big", signed=True)), epoch)
         yield from block
         if len(block) < BLOCK:
             return
+
+
+def _of_all(group: Group, mine: int) -> list[int]:
+    """Every rank's number (64 bits), in rank order."""
+    return cast("list[int]", group.all_gather(torch.tensor([mine])).flatten().tolist())  # pyright: ignore
 
 
 def _compare(digests: list[int], epoch: int) -> None:
@@ -78,6 +81,6 @@ def _compare(digests: list[int], epoch: int) -> None:
     if odd:
         raise MismatchError(
             f"ranks {digests.index(usual)} and {odd[0]} drew different samples for epoch {epoch} (orders "
-            f"{usual & (2**64 - 1):016x} and {digests[odd[0]] & (2**64 - 1):016x}); the samplers of all ranks must draw "
-            "alike: seed all ranks alike before iterating: torch.manual_seed(0), or use gw.DataLoader(dataset, ...)"
+            f"{usual & (2**64 - 1):016x} and {digests[odd[0]] & (2**64 - 1):016x}); samplers must draw alike "
+            "on all ranks: seed all ranks alike before iterating: torch.manual_seed(0), or use gw.DataLoader"
         )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
-import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler
 
+from gradwire.core.group import Group
 from gradwire.data.check import batch_size_for, is_stream, length_of
 from gradwire.data.epoch import Recipe, Words
 from gradwire.data.loader import DataLoader
 from gradwire.data.lockstep import agreed_order
 from gradwire.data.peers import World, here, loader_group
+from gradwire.data.random_states import RandomStates, generators_of
 from gradwire.data.sources import Pair, Reading, StreamSource, pairs, started, torch_loader
 from gradwire.data.split import Uniform
 from gradwire.data.turns import Position, Seat, Turn, deal, resumed
@@ -41,6 +42,7 @@ def shard(loader: TorchDataLoader[Any], *, world: World | None = None) -> DataLo
     """
     world = here(world)
     _can_be_parted(loader)
+    loader = cast("Any", loader)  # torch's annotations are partial
     if loader.batch_size is not None:
         batch_size_for(loader.batch_size, world.size)
     reading = reading_of(loader)
@@ -52,7 +54,9 @@ def shard(loader: TorchDataLoader[Any], *, world: World | None = None) -> DataLo
         shuffle=False, seed=0, drop_last=loader.drop_last,
     )  # fmt: skip
     dataset = cast("Iterable[object]", loader.dataset)
-    return DataLoader.over(StreamSource(dataset, recipe, reading, world.rank, own_seeds=False), world)
+    return DataLoader.over(
+        StreamSource(dataset, recipe, reading, world.rank, draws=RandomStates(generators_of(loader))), world
+    )
 
 
 def _can_be_parted(loader: object) -> None:
@@ -63,31 +67,33 @@ def _can_be_parted(loader: object) -> None:
             f"shard() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}; "
             "for a data set use gw.DataLoader(dataset, batch_size)"
         )
-    if loader.batch_sampler is None:
+    plain = cast("Any", loader)
+    if plain.batch_sampler is None:
         raise DataError(
             "this loader has batch_size=None, so that its data set makes the batches; give it batch_size=... "
             "(the global batch) and let the data set give samples"
         )
-    samplers: list[object] = [loader.sampler, loader.batch_sampler]
+    samplers: list[object] = [plain.sampler, plain.batch_sampler]
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise DataError("this loader's DistributedSampler parts the data already; leave it out (use shuffle=True)")
-    if not loader.in_order:
+    if not plain.in_order:
         raise DataError("this loader has in_order=False, so that batches cannot be told apart; use in_order=True")
 
 
 def reading_of(loader: TorchDataLoader[Any]) -> Reading:
     """How a torch loader reads."""
+    plain = cast("Any", loader)
     return Reading(
-        num_workers=loader.num_workers,
-        collate_fn=cast("Callable[[list[object]], object]", loader.collate_fn),
-        pin_memory=loader.pin_memory,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        timeout_s=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        pin_memory_device=loader.pin_memory_device,
+        num_workers=plain.num_workers,
+        collate_fn=plain.collate_fn,
+        pin_memory=plain.pin_memory,
+        prefetch_factor=plain.prefetch_factor,
+        persistent_workers=plain.persistent_workers,
+        timeout_s=plain.timeout,
+        worker_init_fn=plain.worker_init_fn,
+        multiprocessing_context=plain.multiprocessing_context,
+        generator=plain.generator,
+        pin_memory_device=plain.pin_memory_device,
     )
 
 
@@ -98,11 +104,10 @@ class SamplerSource:
     split_kind = UNIFORM.words()
 
     def __init__(self, loader: TorchDataLoader[Any], reading: Reading, world: World) -> None:
-        self._loader, self._world = loader, world
-        self._batch_sampler = cast("Iterable[list[int]]", loader.batch_sampler)
+        self._loader, self._world = cast("Any", loader), world
+        self._batch_sampler: Iterable[list[int]] = self._loader.batch_sampler
         self._random = RandomStates(generators_of(loader))
-        self._from = Position(epoch=0), Seat(rank=0, size=1)
-        self._feed: Feed[Turn] = Feed(self._turns)
+        self._feed: Feed[Turn] = Feed()
         self._watch = Watch(self._feed, rank=world.rank, num_workers=reading.num_workers)
         self._torch = torch_loader(loader.dataset, self._feed, reading, self._watch)
 
@@ -119,22 +124,11 @@ class SamplerSource:
 
     def begin(self, at: Position, seat: Seat) -> Iterator[Pair]:
         self._random.at_start()
-        self._from = at, seat
+        batch_sampler, random = self._batch_sampler, self._random
+        group = loader_group(self._world) if seat.size > 1 else None
+        # iter() here and now: some samplers draw in it
+        self._feed.ask(lambda: dealt(iter(batch_sampler), group, random, at, seat))
         return pairs(started(self._torch), self._feed, self._watch)
-
-    def _turns(self) -> Iterator[Turn]:
-        return self._dealt(iter(self._batch_sampler), *self._from)  # iter() now: some samplers draw in it
-
-    def _dealt(self, batches: Iterator[list[int]], at: Position, seat: Seat) -> Iterator[Turn]:
-        if seat.size > 1:  # one rank alone draws as late as torch does
-            batches = agreed_order(batches, loader_group(self._world), at.epoch)
-        for step, batch in enumerate(batches):
-            if step < at.step:
-                continue
-            self._random.go_on()
-            turns = deal(batch, seat=seat, split=UNIFORM, seed=0, epoch=at.epoch, step=step)
-            yield from resumed(turns, at) if step == at.step else turns
-        self._random.go_on()
 
     def num_turns(self, epoch: int, seat: Seat) -> int:
         """Exact for a batch size; with a custom batch sampler, as if all batches were large enough for every rank."""
@@ -146,81 +140,26 @@ class SamplerSource:
         return (num - 1) * _num_turns(size, seat) + _num_turns(min(size, last), seat) if num else 0
 
     def state(self, at: Position) -> Mapping[str, object]:
-        return self._random.state(mid_epoch=bool(at.step or at.micro))
+        return self._random.state(mid_epoch=at.mid_epoch)
 
     def restore(self, state: Mapping[str, object]) -> None:
         self._random.restore(state)
 
 
+def dealt(
+    batches: Iterator[list[int]], group: Group | None, random: RandomStates, at: Position, seat: Seat
+) -> Iterator[Turn]:
+    """A rank's turns, from ``at`` on, of the batches that a sampler gives from the start of the epoch."""
+    if group is not None:  # one rank alone draws as late as torch does
+        batches = agreed_order(batches, group, at.epoch)
+    for step, batch in enumerate(batches):
+        if step < at.step:
+            continue
+        random.go_on()
+        turns = deal(batch, seat=seat, split=UNIFORM, seed=0, epoch=at.epoch, step=step)
+        yield from resumed(turns, at) if step == at.step else turns
+    random.go_on()
+
+
 def _num_turns(batch_size: int, seat: Seat) -> int:
     return len(deal(range(batch_size), seat=seat, split=UNIFORM, seed=0, epoch=0, step=0))
-
-
-class RandomStates:
-    """The generators that a sampler draws from, so that a resumed epoch draws its order again.
-
-    With generators of the sampler's own, torch's default generator is left as it is found. Without, the order
-    comes from the default one: it is set back for the draw, and then to where it stood at ``state()``.
-    """
-
-    def __init__(self, generators: list[torch.Generator]) -> None:
-        self._default = not generators
-        self._generators = generators or [torch.default_generator]
-        self._start: list[str] = []
-        self._restored: Mapping[str, object] | None = None
-        self._then: torch.Tensor | None = None
-
-    def state(self, *, mid_epoch: bool) -> Mapping[str, object]:
-        if self._restored is not None:
-            return self._restored
-        now = [_hex(generator.get_state()) for generator in self._generators]
-        return {"start": self._start if mid_epoch else now, "now": now}
-
-    def restore(self, state: Mapping[str, object]) -> None:
-        for name in ("start", "now"):
-            found = state.get(name)
-            if not isinstance(found, list) or len(cast("list[object]", found)) != len(self._generators):
-                raise DataError(
-                    f"the state's {name!r} does not hold {len(self._generators)} generator states; "
-                    "give the sampler its generator as when the state was taken"
-                )
-        self._restored = state
-
-    def at_start(self) -> None:
-        """An epoch begins: set the generators back if a state was restored; note where they stand."""
-        if self._restored is not None:
-            now = cast("list[str]", self._restored["now"])
-            self._then = _tensor(now[0]) if self._default else torch.get_rng_state()
-            for generator, start in zip(self._generators, cast("list[str]", self._restored["start"]), strict=True):
-                generator.set_state(_tensor(start))
-            if self._restored["start"] == now and self._default:
-                self._then = None  # at the border of two epochs nothing was drawn yet
-            self._restored = None
-        self._start = [_hex(generator.get_state()) for generator in self._generators]
-
-    def go_on(self) -> None:
-        """The order is drawn up to where the state was taken."""
-        if self._then is not None:
-            torch.set_rng_state(self._then)
-            self._then = None
-
-
-def _hex(state: torch.Tensor) -> str:
-    return bytes(state.tolist()).hex()
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
-
-
-@runtime_checkable
-class _Draws(Protocol):
-    generator: object
-
-
-def generators_of(loader: TorchDataLoader[Any]) -> list[torch.Generator]:
-    """The generators of the loader, its batch sampler and its sampler, each once."""
-    holders: list[object] = [loader, loader.batch_sampler, loader.sampler]
-    held = [holder.generator for holder in holders if isinstance(holder, _Draws)]
-    found = {id(generator): generator for generator in held if isinstance(generator, torch.Generator)}
-    return list(found.values())

@@ -9,9 +9,13 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import (
+    Dataset,
+    default_collate,  # pyright: ignore[reportUnknownVariableType]
+)
 
 from gradwire.data.epoch import Recipe, Words, worker_seed
+from gradwire.data.random_states import RandomStates
 from gradwire.data.stream import StreamReader, Task, Window
 from gradwire.data.turns import Position, Seat, Turn, resumed
 from gradwire.data.workers import Feed, Watch, WorkerStart, name_deaths
@@ -100,42 +104,55 @@ class MapSource(RecipeState):
 
     def __init__(self, dataset: object, recipe: Recipe, reading: Reading, rank: int) -> None:
         super().__init__(recipe)
-        self._from = Position(epoch=0), Seat(rank=0, size=1)
-        self._feed: Feed[Turn] = Feed(lambda: recipe.turns(*self._from))
+        self._feed: Feed[Turn] = Feed()
         self._watch = Watch(self._feed, rank=rank, num_workers=reading.num_workers)
         self._torch = torch_loader(dataset, self._feed, replace(reading, generator=self._generator), self._watch)
 
     def begin(self, at: Position, seat: Seat) -> Iterator[Pair]:
         self.seeded(at.epoch)
-        self._from = at, seat
+        recipe = self._recipe
+        self._feed.ask(lambda: recipe.turns(at, seat))
         return pairs(started(self._torch), self._feed, self._watch)
 
 
 class StreamSource(RecipeState):
-    """An iterable data set. own_seeds: workers' seeds from the recipe's seed; else from reading.generator or torch's."""
+    """An iterable data set. draws: where torch draws the workers' seeds, None to take them from the recipe's seed."""
 
     def __init__(
-        self, dataset: Iterable[object], recipe: Recipe, reading: Reading, rank: int, *, own_seeds: bool = True
+        self,
+        dataset: Iterable[object],
+        recipe: Recipe,
+        reading: Reading,
+        rank: int,
+        *,
+        draws: RandomStates | None = None,
     ) -> None:
         super().__init__(recipe)
-        self._run = 0
-        self._from = Position(epoch=0), Seat(rank=0, size=1)
-        self._feed: Feed[Task] = Feed(self._tasks)
+        self._run, self._draws = 0, draws
+        self._feed: Feed[Task] = Feed()
         self._watch = Watch(self._feed, rank=rank, num_workers=reading.num_workers)
-        reader = StreamReader(dataset, recipe, reading.collate_fn or default_collate)
-        reading = replace(reading, generator=self._generator if own_seeds else reading.generator)
+        reader = StreamReader(dataset, recipe, reading.collate_fn or cast("Collate", default_collate))
+        reading = replace(reading, generator=reading.generator if draws else self._generator)
         self._torch: TorchDataLoader[Window | None] = torch_loader(reader, self._feed, reading, self._watch, ready=True)
-
-    def _tasks(self) -> Iterator[Task]:
-        at, seat = self._from
-        run = self._run
-        return (Task(run=run, epoch=at.epoch, step=step, seat=seat) for step in count(at.step))
 
     def begin(self, at: Position, seat: Seat) -> Iterator[Pair]:
         self._run += 1
         self.seeded(at.epoch)
-        self._from = at, seat
-        return self._pairs(started(self._torch), at)
+        run = self._run
+        self._feed.ask(lambda: (Task(run=run, epoch=at.epoch, step=step, seat=seat) for step in count(at.step)))
+        if self._draws is None:
+            return self._pairs(started(self._torch), at)
+        self._draws.at_start()
+        batches = started(self._torch)
+        self._draws.go_on()
+        return self._pairs(batches, at)
+
+    def state(self, at: Position) -> Mapping[str, object]:
+        return self._draws.state(mid_epoch=at.mid_epoch) if self._draws else {}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        if self._draws:
+            self._draws.restore(state)
 
     def _pairs(self, batches: Iterator[Window | None], at: Position) -> Iterator[Pair]:
         while (window := self._watch.next(batches, None)) is not None:
@@ -160,7 +177,7 @@ def torch_loader(
         cast("Dataset[object]", dataset),
         batch_size=None if ready else 1,
         sampler=feed if ready else None,
-        batch_sampler=None if ready else feed,
+        batch_sampler=None if ready else cast("Any", feed),
         num_workers=reading.num_workers,
         collate_fn=as_it_is if ready else reading.collate_fn,
         pin_memory=reading.pin_memory,

@@ -85,7 +85,9 @@ class Proportional(Split):
         object.__setattr__(self, "speeds", numbers("speeds", self.speeds))
         for rank, speed in enumerate(self.speeds):
             if speed <= 0:
-                raise DataError(f"speeds[{rank}] is {speed:g}; a speed must be positive (a rank to be left idle: stop it)")
+                raise DataError(
+                    f"speeds[{rank}] is {speed:g}; a speed must be positive (stop a rank that is to be idle)"
+                )
 
     def check(self, length: int | None, size: int) -> None:
         one_per_rank("speeds", self.speeds, size)

@@ -33,6 +33,10 @@ class Position:
     micro: int = 0
     of: int = 0
 
+    @property
+    def mid_epoch(self) -> bool:
+        return self.step > 0 or self.micro > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Generic, Protocol, TypeVar
@@ -40,12 +40,20 @@ D = TypeVar("D")
 
 
 class Feed(Sampler[object], Generic[T_co]):
-    """The sampler that torch reads from. Remembers, in order, what was asked for and not yet yielded."""
+    """The sampler that torch reads from. Remembers, in order, what was asked for and not yet yielded.
 
-    def __init__(self, start: Callable[[], Iterator[T_co]]) -> None:
-        self._start = start
+    It must not lead back to torch's loader: a cycle would be collected in an order that makes persistent workers
+    linger for seconds.
+    """
+
+    def __init__(self) -> None:
+        self._start: Callable[[], Iterator[T_co]] = lambda: iter(())
         self.pending: deque[T_co] = deque()
         self.taken = 0
+
+    def ask(self, start: Callable[[], Iterator[T_co]]) -> None:
+        """What the next ``iter()`` reads."""
+        self._start = start
 
     def __iter__(self) -> Iterator[object]:
         return self._fed(self._start())  # eager: torch draws its seeds after this call, as with any sampler
@@ -98,7 +106,7 @@ def seed_all(seed: int, rank: int) -> None:
     words = raw(3, (seed, rank), Stream.WORKERS).tolist()
     random.seed(words[0])
     np.random.seed(words[1] % 2**32)
-    torch.manual_seed(words[2] >> 1)
+    torch.random.manual_seed(words[2] >> 1)  # pyright: ignore[reportUnknownMemberType]
 
 
 def die_with_parent() -> None:
@@ -129,6 +137,9 @@ class Watch:
                 return end
             raise self._failed(stop) from stop
         except Exception as error:
+            # no local may hold an error: its traceback would hold the frame, and that the workers, in a cycle
+            if isinstance(error.__cause__, DataError):  # torch's word over what our signal handler raised
+                raise DataError(str(error.__cause__)) from error.__cause__.__cause__
             if isinstance(error, GradwireError) and not str(error).startswith("Caught "):
                 raise  # ours already; torch's wrapping of what a worker raised begins with "Caught"
             raise self.dead(error) or self._failed(error) from error
@@ -182,7 +193,11 @@ class _Named:
         try:
             self._theirs(number, frame)
         except RuntimeError as error:
-            for watch in list(_watches):
-                if (named := watch.dead(error)) is not None:
-                    raise named from error
-            raise
+            if not _ours(error):
+                raise
+            raise _ours(error)[0] from error
+
+
+def _ours(error: RuntimeError) -> list[DataError]:
+    """The error in our words, if it tells of one of our workers."""
+    return [named for watch in list(_watches) if (named := watch.dead(error)) is not None]
