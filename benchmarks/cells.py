@@ -20,7 +20,7 @@ from benchmarks.lab.hosts import WIRE
 ROOT = Path(__file__).parent.parent
 PORT = 29500
 TIMEOUT_S = 600.0
-GRADWIRE = [sys.executable, "-c", "import sys; from gradwire.cli import main; sys.exit(main())", "run"]
+GRADWIRE = [sys.executable, "-m", "gradwire", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 Row = dict[str, Any]  # one rank's line of JSON, as Record.report writes it

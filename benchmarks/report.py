@@ -22,8 +22,7 @@ class Span:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Span:
-        """
-        The span of some values.
+        """The median of some values, and their range.
 
         >>> Span.of([3.0, 1.0, 2.0])
         Span(median=2.0, low=1.0, high=3.0)
@@ -39,9 +38,9 @@ class Span:
 class Summary:
     """One variant in one cell, over its repetitions.
 
-    step_s: median step of the slower rank. ratio: step time over the baseline's in the same repetition; below 1 is
-    faster than the baseline. first_step_s: from launch to the end of the first step. peak_bytes: resident, the larger
-    rank's. sent: bytes per step and rank over 2(n-1)/n x 4 x parameters; None on loopback. loss: mean over the ranks.
+    step_s: median step of the slower rank. ratio: step time over the baseline's in the same repetition.
+    first_step_s: from launch to the end of the first step. peak_bytes: resident, the larger rank's. sent: bytes per
+    step and rank over 2(n-1)/n x 4 x parameters; None on loopback. loss: mean over the ranks.
     """
 
     variant: str
@@ -111,8 +110,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [
         "",
         "Median over the repetitions (lowest-highest). A ratio is taken within each repetition, whose variants run one",
-        "after the other; below 1 is faster than the baseline. One pinned core and one torch thread a rank. Peak: resident",
-        "memory of the larger rank. The formula for bytes is 2(n-1)/n x 4 x parameters, headers not included.",
+        "after the other; below 1 is faster than the baseline. One pinned core and one torch thread a rank. Peak:",
+        "resident memory of the larger rank. The formula for bytes is 2(n-1)/n x 4 x parameters, headers not included.",
     ]
     for part in result["parts"]:
         lines += ["", f"## {part['cell']}, {part['model']}", ""]

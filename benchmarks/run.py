@@ -1,8 +1,8 @@
 """The driver: ``python -m benchmarks.run --cells loopback --models conv --repetitions 5`` (``make bench`` runs all).
 
 In every cell the variants take turns, A B C, A B C, ..., each time in fresh processes, so that whatever else the
-machine does hits all of them. DDP's bucket size is swept once before, and the best of the sweep takes part beside the default.
-Writes benchmarks/results/NAME.json (every number) and NAME.md (the tables).
+machine does hits all of them. DDP's bucket size is swept once before, and the best of the sweep takes part beside the
+default. Writes benchmarks/results/NAME.json (every number) and NAME.md (the tables).
 """
 
 from __future__ import annotations

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from benchmarks.measure import SEED, Record, optimizer_for, parse, pin
 from benchmarks.models import loss_of
+
+
+def _parts(steps: int, samples: int, rank: int, size: int) -> list[list[int]]:
+    """Per step the rank's consecutive part of the global batch: what gradwire's even split gives it.
+
+    DistributedSampler deals the samples in turn; BatchNorm, which sees one rank's part, would then see another one.
+    """
+    starts = [(step * size + rank) * samples for step in range(steps)]
+    return [list(range(start, start + samples)) for start in starts]
 
 
 def main() -> None:
@@ -19,9 +28,7 @@ def main() -> None:
     record = Record(variant="ddp", rank=rank, args=args)
     workload = record.workload
     data = workload.dataset(record.num_steps * size * workload.samples_per_rank, SEED)
-    # Rank r reads samples r, r + n, ...: batch k of all ranks together is the k-th run of the data, as in gradwire's.
-    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False)
-    train = DataLoader(data, batch_size=workload.samples_per_rank, sampler=sampler)
+    train = DataLoader(data, batch_sampler=_parts(record.num_steps, workload.samples_per_rank, rank, size))
     model = workload.model(SEED)
     parallel = (
         DistributedDataParallel(model)

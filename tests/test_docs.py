@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EVERY_PAGE = [path for path in sorted(ROOT.glob("*.md")) if path not in PAGES] + PAGES
-MODULES = sorted((ROOT / "src/gradwire").rglob("*.py"))
+MODULES = sorted([*(ROOT / "src/gradwire").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])

@@ -11,15 +11,14 @@ import pytest
 from benchmarks.lab import Lab
 
 TRAIN = Path(__file__).parent / "train_mlp.py"
-GRADWIRE = [sys.executable, "-c", "import sys; from gradwire.cli import main; sys.exit(main())"]
+GRADWIRE = [sys.executable, "-m", "gradwire", "run", "--output", "all"]
 PORT = 29400
 
 
 def commands(lab: Lab, *, workers: int = 1) -> dict[int, list[str]]:
     there = ["--nodes", str(lab.hosts), "--rendezvous", f"{lab.address(0)}:{PORT}"]
     return {
-        host: [*GRADWIRE, "run", "-n", str(workers), *there, "--node-rank", str(host), str(TRAIN)]
-        for host in range(lab.hosts)
+        host: [*GRADWIRE, "-n", str(workers), *there, "--node-rank", str(host), str(TRAIN)] for host in range(lab.hosts)
     }
 
 
