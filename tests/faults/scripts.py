@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +103,12 @@ def start(*args: str | Path, env: dict[str, str] | None = None) -> subprocess.Po
     """`gradwire ARGS` in a session of its own, so that the test's Ctrl-C is its own."""
     command = [sys.executable, "-m", "gradwire", *map(str, args)]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env or environment(), start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env or environment(),
+        start_new_session=True,
     )
 
 

@@ -123,7 +123,9 @@ def test_a_hang_beyond_the_timeout_stops_the_job(tmp_path: Path) -> None:
 
 
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
-    process = start("run", "-n", "2", "--output", "all", "--timeout", "8", write_script(tmp_path, fault="os.kill(os.getpid(), 19)"))
+    process = start(
+        "run", "-n", "2", "--output", "all", "--timeout", "8", write_script(tmp_path, fault="os.kill(os.getpid(), 19)")
+    )
     wait_for_step(process, 2)
     ended = finish(process, timeout_s=40)
     assert ended.code == 1
@@ -162,7 +164,12 @@ def test_a_killed_loader_worker_is_named(tmp_path: Path) -> None:
 
 
 def test_a_nan_is_skipped_and_named(tmp_path: Path) -> None:
-    ended = run("run", "-n", "2", write_script(tmp_path, loss="loss = loss * (float('nan') if step == STEP and world.rank == 1 else 1)"))
+    ended = run(
+        "run",
+        "-n",
+        "2",
+        write_script(tmp_path, loss="loss = loss * (float('nan') if step == STEP and world.rank == 1 else 1)"),
+    )
     assert ended.code == 0
     assert "step 29 skipped on all ranks" in ended.out
     assert "rank 1: 0.weight" in ended.out
@@ -190,7 +197,11 @@ def run_foreign(script: Path, rank: int, port: int):
     import subprocess
 
     return subprocess.Popen(
-        [sys.executable, str(script)], env=foreign(rank, port), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, str(script)],
+        env=foreign(rank, port),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 

@@ -249,7 +249,9 @@ def test_replicas_stop_by_name_when_one_rank_has_another_dtype() -> None:
         model = nn.Linear(2, 2).to(torch.float64 if world.rank else torch.float32)
         gw.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
-    with pytest.raises(RankError, match=r"rank 0 has weight \(2, 2\) float32 trained, rank 1 has weight \(2, 2\) float64"):
+    with pytest.raises(
+        RankError, match=r"rank 0 has weight \(2, 2\) float32 trained, rank 1 has weight \(2, 2\) float64"
+    ):
         run_ranks(2, run)
 
 

@@ -148,7 +148,9 @@ def test_a_window_that_is_short_is_scaled_rightly(num_ranks: int, accumulate: in
 
 
 def test_two_optimizers_over_one_model_and_two_models() -> None:
-    def game(generator: nn.Module, critic: nn.Module, a: torch.optim.Optimizer, b: torch.optim.Optimizer, batches) -> Tensor:
+    def game(
+        generator: nn.Module, critic: nn.Module, a: torch.optim.Optimizer, b: torch.optim.Optimizer, batches
+    ) -> Tensor:
         for x, y in batches:
             critic(generator(x).repeat(1, 4)).mean().backward()
             a.step()
@@ -276,7 +278,9 @@ def test_autocast_and_grad_scaler_skip_an_overflow_on_all_ranks() -> None:
 
     for weights, ours in run_ranks(2, run):
         assert ours == scale == 512.0
-        torch.testing.assert_close(weights, truth, rtol=1e-2, atol=1e-2)  # bfloat16 activations round by the batch's shape
+        torch.testing.assert_close(
+            weights, truth, rtol=1e-2, atol=1e-2
+        )  # bfloat16 activations round by the batch's shape
 
 
 def test_sparse_gradients_of_sparse_adam() -> None:
@@ -323,7 +327,9 @@ def test_a_conditionally_used_branch() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             positive = x[:, 0] > 0
-            sides = [side(x[chosen]) for side, chosen in ((self.left, positive), (self.right, ~positive)) if chosen.any()]
+            sides = [
+                side(x[chosen]) for side, chosen in ((self.left, positive), (self.right, ~positive)) if chosen.any()
+            ]
             return self.common(x).mean() + torch.cat(sides).sum() / len(x)
 
     batches = [(X[i : i + 2],) for i in range(0, 24, 2)]

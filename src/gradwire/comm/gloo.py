@@ -13,9 +13,7 @@ from gradwire.core.group import Group, Op
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def open_group(
-    store: dist.Store, *, name: str, rank: int, size: int, device: torch.device, timeout_s: float
-) -> Group:
+def open_group(store: dist.Store, *, name: str, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
     """Meet the other ranks under ``name`` in ``store`` and return the group; every rank of it must call this."""
     if size == 1:
         return SoloGroup(name)

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from gradwire.comm.traced import NoWatch, Watch
+from gradwire.comm.traced import NoWatch, Watch, blame
 from gradwire.comm.wake import open_sockets, shut_sockets
 from gradwire.errors import LaunchError
 from gradwire.launch.coordinator import Coordinator
@@ -25,6 +25,7 @@ from gradwire.launch.excepthook import install_excepthook
 from gradwire.launch.heartbeat import Heartbeat
 
 JOIN_TIMEOUT_S = 120.0
+Store = dist.Store
 _WORLDS = itertools.count()
 
 
@@ -78,11 +79,19 @@ def meet(environment: Environment, device: torch.device) -> Meeting:
     if environment.world_size == 1 and environment.control is None:
         return Meeting(store=dist.HashStore(), timeout_s=environment.timeout_s)
     before = open_sockets()
-    served = _serve_or_join(environment)
-    store = dist.PrefixStore(f"gradwire/{environment.attempt}/{next(_WORLDS)}", served)
-    _claim_rank(store, environment)
-    heartbeat, coordinator = _heartbeat(environment, store)
-    meeting = Meeting(
+    coordinator, heartbeat = None, None
+    if environment.control is not None:
+        heartbeat = _connect(environment, environment.control, environment.token or "")
+    try:
+        store = dist.PrefixStore(f"gradwire/{environment.attempt}/{next(_WORLDS)}", _serve_or_join(environment))
+        _claim_rank(store, environment)
+        if heartbeat is None:
+            coordinator, heartbeat = _embedded(environment, store)
+        heartbeat.on_stop(lambda: shut_sockets(keep=before))
+        opened = _open_default_group(environment, store, device)
+    except RuntimeError as error:  # a peer died before all had met
+        raise blame(error, heartbeat or NoWatch(), f"rank {environment.rank} was meeting the others") from error
+    return Meeting(
         rank=environment.rank,
         size=environment.world_size,
         local_rank=environment.local_rank,
@@ -92,11 +101,8 @@ def meet(environment: Environment, device: torch.device) -> Meeting:
         timeout_s=environment.timeout_s,
         heartbeat=heartbeat,
         coordinator=coordinator,
+        opened_default_group=opened,
     )
-    heartbeat.on_stop(lambda: shut_sockets(keep=before))
-    install_excepthook(heartbeat)
-    meeting.opened_default_group = _open_default_group(environment, store, device)
-    return meeting
 
 
 def _open_default_group(environment: Environment, store: dist.Store, device: torch.device) -> bool:
@@ -131,7 +137,14 @@ def _store(host: str, port: int, listen_fd: int | None, world_size: int, serve: 
             ) from None
     fd = _listen(host, port) if listen_fd is None else listen_fd
     return dist.TCPStore(
-        host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd, use_libuv=True
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=fd,
+        use_libuv=True,
     )
 
 
@@ -166,26 +179,27 @@ def _claim_rank(store: dist.Store, environment: Environment) -> None:
         )
 
 
-def _heartbeat(environment: Environment, store: dist.Store) -> tuple[Heartbeat, Coordinator | None]:
-    """Connect to the launcher's coordinator; under a foreign launcher rank 0 runs one and tells the others where."""
-    coordinator = None
-    address, token = environment.control, environment.token
-    if address is None or token is None:
-        if environment.rank == 0:
-            coordinator, address, token = _embed(environment)
-            store.set("control", json.dumps([*address, token]))
-        else:
-            host, port, token = json.loads(store.get("control"))
-            address = (str(host), int(port))
+def _embedded(environment: Environment, store: dist.Store) -> tuple[Coordinator | None, Heartbeat]:
+    """Under a foreign launcher rank 0 runs the coordinator and tells the others where."""
+    if environment.rank == 0:
+        coordinator, address, token = _embed(environment)
+        store.set("control", json.dumps([*address, token]))
+        return coordinator, _connect(environment, address, token)
+    host, port, token = json.loads(store.get("control"))
+    return None, _connect(environment, (str(host), int(port)), str(token))
+
+
+def _connect(environment: Environment, address: tuple[str, int], token: str) -> Heartbeat:
     heartbeat = Heartbeat(
         address=address,
-        token=str(token),
+        token=token,
         rank=environment.rank,
         world_size=environment.world_size,
         host=socket.gethostname(),
         reports=environment.control is None,
     )
-    return heartbeat, coordinator
+    install_excepthook(heartbeat)
+    return heartbeat
 
 
 def _embed(environment: Environment) -> tuple[Coordinator, tuple[str, int], str]:
@@ -200,3 +214,13 @@ def _embed(environment: Environment) -> tuple[Coordinator, tuple[str, int], str]
     )
     coordinator.start()
     return coordinator, coordinator.address, token
+
+
+def memory_store() -> Store:
+    """A store for ranks that are threads of this process."""
+    return dist.HashStore()
+
+
+def file_store(path: str, size: int) -> Store:
+    """A store in a file, for ``size`` processes of one host."""
+    return dist.FileStore(path, size)

@@ -44,6 +44,14 @@ class NoWatch:
         return None
 
 
+def blame(error: RuntimeError, watch: Watch, here: str) -> PeerError:
+    """The error that names who failed, for a rank that only met a broken connection. here: what this rank was doing."""
+    verdict = watch.verdict(VERDICT_WAIT_S)
+    if verdict is None:
+        return PeerError(f"{here} when its connection broke, and nobody said why: {str(error).splitlines()[0]}")
+    return PeerError(f"{verdict.headline} ({here})")
+
+
 class TracedGroup:
     """Wraps a group; adds two attribute writes to a collective."""
 
@@ -63,16 +71,9 @@ class TracedGroup:
         try:
             yield
         except RuntimeError as error:  # what Gloo and NCCL raise for every broken connection
-            raise self._blame(op, error) from error
+            raise blame(error, self._watch, f"{self._where} was in {op} #{self._seq} of {self.name}") from error
         finally:
             self._watch.complete(self.name)
-
-    def _blame(self, op: str, error: RuntimeError) -> PeerError:
-        verdict = self._watch.verdict(VERDICT_WAIT_S)
-        here = f"{self._where} was in {op} #{self._seq} of {self.name}"
-        if verdict is None:
-            return PeerError(f"{here} when it broke, and nobody said why: {str(error).splitlines()[0]}")
-        return PeerError(f"{verdict.headline} ({here})")
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         with self._stamped("all_reduce"):

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire.comm.gloo import open_group
 from gradwire.comm.lane import Lane
 from gradwire.comm.meeting import Meeting, meet
-from gradwire.comm.traced import TracedGroup
+from gradwire.comm.traced import TracedGroup, blame
 from gradwire.core.clock import StepAccount, StepClock
 from gradwire.core.group import Group
 from gradwire.core.plan import Plan
@@ -63,17 +63,24 @@ class World:
             raise UsageError(f"unknown mesh axis {axis!r}; allowed: data")
         name = f"{axis}/{channel}"
         if name not in self._groups:
+            self._groups[name] = self._open(name)
+        return self._groups[name]
+
+    def _open(self, name: str) -> Group:
+        where = f"rank {self.rank} on {self.host}"
+        meeting = self._meeting
+        try:
             inner = open_group(
-                self._meeting.store,
+                meeting.store,
                 name=name,
                 rank=self.rank,
                 size=self.size,
                 device=self.device,
-                timeout_s=self._meeting.timeout_s,
+                timeout_s=meeting.timeout_s,
             )
-            where = f"rank {self.rank} on {self.host}"
-            self._groups[name] = inner if self.size == 1 else TracedGroup(inner, self._meeting.watch, where=where)
-        return self._groups[name]
+        except RuntimeError as error:  # the store's and Gloo's errors
+            raise blame(error, meeting.watch, f"{where} was opening {name}") from error
+        return inner if self.size == 1 else TracedGroup(inner, meeting.watch, where=where)
 
     def lane(self, name: str) -> Lane:
         """The communication thread of the group ``name``."""
@@ -147,7 +154,9 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
         elif isinstance(error, SystemExit):

@@ -31,7 +31,9 @@ class StepAccount:
     def __str__(self) -> str:
         parts = (("data", self.data_s), ("compute", self.compute_s), ("exchange", self.exchange_s))
         inside = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts)
-        return f"step {self.step_s * 1e3:.2f} ms = {inside} (medians of {self.steps}); {self.samples_per_s:,.0f} samples/s"
+        return (
+            f"step {self.step_s * 1e3:.2f} ms = {inside} (medians of {self.steps}); {self.samples_per_s:,.0f} samples/s"
+        )
 
 
 @dataclass(kw_only=True)

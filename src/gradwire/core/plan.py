@@ -79,7 +79,9 @@ class Plan:
     def to_toml(self) -> str:
         """The plan as TOML; ``Plan.from_toml(plan.to_toml()) == plan``."""
         if self.reducer is not None or self.policy != EveryStep():
-            raise PlanError("a plan with a reducer or policy object of its own cannot be written to TOML; pass it as plan=")
+            raise PlanError(
+                "a plan with a reducer or policy object of its own cannot be written to TOML; pass it as plan="
+            )
         lines = [f"accumulate = {self.accumulate}"]
         lines += [f"bucket_bytes = {self.bucket_bytes}"] if self.bucket_bytes else []
         lines += [f'batch_norm = "{self.batch_norm}"', f'on_nonfinite = "{self.on_nonfinite}"']
@@ -135,5 +137,3 @@ def _setting_problems(plan: Plan) -> list[str]:
         if value not in allowed:
             problems.append(f"{name}={value!r}; allowed: {', '.join(allowed)}")
     return problems
-
-

@@ -49,7 +49,9 @@ def sum_sparse(grad: Tensor | None, like: Tensor, group: Group) -> Tensor:
     same on all ranks. Sends (n-1) x rows x (8 + row bytes), so it pays while a batch touches few rows.
     """
     empty = torch.sparse_coo_tensor(
-        torch.zeros((1, 0), dtype=torch.int64, device=like.device), like.new_zeros((0, *like.shape[1:])), like.shape,
+        torch.zeros((1, 0), dtype=torch.int64, device=like.device),
+        like.new_zeros((0, *like.shape[1:])),
+        like.shape,
         check_invariants=False,
     )
     mine = empty if grad is None else grad.coalesce()

@@ -130,5 +130,3 @@ def _statistics(x: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor, fl
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
-
-

@@ -45,7 +45,9 @@ class BufferExchange:
         tensors = [place.tensor for place in self._statistics]
         self._weighted = [tensor * weight if weight else torch.zeros_like(tensor) for tensor in tensors]
         self._changed = [_stamp(place.tensor) != seen for place, seen in zip(self._others, self._seen, strict=True)]
-        self._news = [place.tensor.detach().clone() for place, new in zip(self._others, self._changed, strict=True) if new]
+        self._news = [
+            place.tensor.detach().clone() for place, new in zip(self._others, self._changed, strict=True) if new
+        ]
 
     def exchange(self, group: Group, weight: float) -> None:
         """Weighted mean of the statistics; rank 0's list of changed buffers, then those buffers."""

@@ -147,7 +147,9 @@ class GradientSync:
         for half precision's sake) and the exchange divides by the total.
         """
         if total is None and self._window_count and not self._relative:
-            raise UsageError("gw.weight was called for some micro-batches of a window only; call it before each backward")
+            raise UsageError(
+                "gw.weight was called for some micro-batches of a window only; call it before each backward"
+            )
         self._window_count += count
         self._relative = self._relative or total is None
         if not self._relative:

@@ -87,7 +87,12 @@ def check_reducer(reducer: Reducer, group: Group, *, exact: bool, steps: int = 5
                 _require(torch.allclose(mean, truth, rtol=1e-6, atol=1e-6), f"the mean of {numel} is wrong")
             state = following
     for index in range(100):
-        reducer.reduce(_bucket(_values(33, index, group.rank, device), index), reducer.init(_bucket(torch.zeros(33)), group), group, 0)
+        reducer.reduce(
+            _bucket(_values(33, index, group.rank, device), index),
+            reducer.init(_bucket(torch.zeros(33)), group),
+            group,
+            0,
+        )
     _check_words(reducer, group.size)
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
-from gradwire.comm.meeting import Meeting
+from gradwire.comm.meeting import Meeting, Store, file_store, memory_store
+from gradwire.comm.wake import open_sockets, shut_sockets
 from gradwire.comm.world import World, adopt
 from gradwire.core.plan import Plan
 
@@ -49,7 +49,7 @@ def run_ranks(
 
 
 def _threads(num_ranks: int, function: Callable[[World], Result], timeout_s: float, plan: Plan | None) -> list[Result]:
-    store = dist.HashStore()
+    store, sockets = memory_store(), open_sockets()
     results: dict[int, Result] = {}
     failures: list[tuple[int, BaseException]] = []
     changed = threading.Condition()
@@ -70,18 +70,20 @@ def _threads(num_ranks: int, function: Callable[[World], Result], timeout_s: flo
         thread.start()
     with changed:
         ended = changed.wait_for(lambda: failures or len(results) == num_ranks, timeout_s)
+    if failures or not ended:
+        shut_sockets(keep=sockets)  # wakes the ranks that wait for the failed one
+    for thread in threads:
+        thread.join(5.0 if failures or not ended else timeout_s)
     if failures:
         rank, error = failures[0]
         raise RankError(f"rank {rank} of {num_ranks} raised {type(error).__name__}: {error}") from error
     if not ended:
         raise RankError(f"ranks {sorted(set(range(num_ranks)) - set(results))} did not end within {timeout_s} s")
-    for thread in threads:
-        thread.join(timeout_s)
     return [results[rank] for rank in range(num_ranks)]
 
 
 def _with_world(
-    function: Callable[[World], Result], rank: int, size: int, store: dist.Store, timeout_s: float, plan: Plan | None
+    function: Callable[[World], Result], rank: int, size: int, store: Store, timeout_s: float, plan: Plan | None
 ) -> Result:
     meeting = Meeting(rank=rank, size=size, local_rank=rank, local_size=size, store=store, timeout_s=timeout_s)
     with adopt(meeting, plan=plan) as world:
@@ -89,16 +91,24 @@ def _with_world(
 
 
 def _process(
-    function: Callable[[World], Result], rank: int, size: int, path: str, timeout_s: float, plan: Plan | None, out: Connection
+    function: Callable[[World], Result],
+    rank: int,
+    size: int,
+    path: str,
+    timeout_s: float,
+    plan: Plan | None,
+    out: Connection,
 ) -> None:
     torch.set_num_threads(1)
     try:
-        out.send((True, _with_world(function, rank, size, dist.FileStore(path, size), timeout_s, plan)))
+        out.send((True, _with_world(function, rank, size, file_store(path, size), timeout_s, plan)))
     except BaseException:  # sent to the caller, who raises it
         out.send((False, traceback.format_exc()))
 
 
-def _processes(num_ranks: int, function: Callable[[World], Result], timeout_s: float, plan: Plan | None) -> list[Result]:
+def _processes(
+    num_ranks: int, function: Callable[[World], Result], timeout_s: float, plan: Plan | None
+) -> list[Result]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gradwire.testing.ranks"])
     results: dict[int, Result] = {}
