@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ def open_group(store: dist.Store, *, name: str, rank: int, size: int, device: to
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout  # pyright: ignore[reportPrivateUsage]  # torch offers no public setter here
-        return TorchGroup(dist.ProcessGroupNCCL(prefixed, rank, size, options), name)
-    return TorchGroup(dist.ProcessGroupGloo(prefixed, rank, size, timeout), name)
+        made: object = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+    else:
+        made = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+    return TorchGroup(cast("dist.ProcessGroup", made), name)  # torch's stubs call them backends, without collectives
 
 
 class TorchGroup:

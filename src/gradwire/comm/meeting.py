@@ -163,7 +163,8 @@ def _listen(host: str, port: int) -> int:
                 f"port {port} on {host} is in use, perhaps by another job; choose another MASTER_PORT on all ranks"
             ) from None
         raise LaunchError(
-            f"rank 0 cannot listen on MASTER_ADDR {host}:{port} ({error.strerror}); MASTER_ADDR must be an address of rank 0's host"
+            f"rank 0 cannot listen on MASTER_ADDR {host}:{port} ({error.strerror}); "
+            "MASTER_ADDR must be an address of rank 0's host"
         ) from None
     return listener.detach()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -65,7 +65,7 @@ class TracedGroup:
         self.size = inner.size
 
     @contextmanager
-    def _stamped(self, op: str) -> Iterator[None]:
+    def _stamped(self, op: str) -> Generator[None]:
         self._seq += 1
         self._watch.arrive(self.name, op, self._seq)
         try:

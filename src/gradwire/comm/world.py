@@ -19,6 +19,7 @@ from gradwire.comm.meeting import Meeting, meet
 from gradwire.comm.traced import TracedGroup, blame
 from gradwire.core.clock import StepAccount, StepClock
 from gradwire.core.group import Group
+from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan
 from gradwire.errors import PeerError, UsageError
 from gradwire.launch.environment import read_environment
@@ -45,7 +46,7 @@ class World:
         self.device = device
         self.plan = plan
         self.clock = StepClock()
-        self.reading: object | None = None
+        self.reading: MicrobatchSource | None = None
         self.local_only = 0
         self.weight = 1.0
         self.weight_serial = 0
@@ -124,8 +125,7 @@ class World:
         if not isinstance(value, int | float):
             raise UsageError(f"gw.sum takes a number or a tensor, not {type(value).__name__}")
         dtype = torch.float64 if isinstance(value, float) else torch.int64
-        total = self.group().all_reduce(torch.tensor(value, dtype=dtype, device=self.device)).item()
-        return total  # pyright: ignore[reportReturnType]  # item() gives back the kind that went in
+        return self.group().all_reduce(torch.tensor(value, dtype=dtype, device=self.device)).item()  # pyright: ignore[reportReturnType]  # of the kind that went in
 
     def close(self, reason: str | None = None) -> None:
         """Leave: wait for the others to be done too, then free groups, threads and sockets. Idempotent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -63,7 +63,7 @@ class StepClock:
         return self._steps
 
     @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
+    def waiting_for_data(self) -> Generator[None]:
         """Wrap the loader's wait for a batch; ends the turn before it and begins the next."""
         now = time.monotonic()
         self._close(now)

@@ -37,7 +37,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"BatchNorm expects (N, C, *), got {tuple(input.shape)}")
 
     @torch.compiler.disable
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
@@ -74,7 +74,7 @@ def synchronise_batch_norm(model: nn.Module, group: Group, weighting: Weighting)
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: Any,  # noqa: ANN401  # torch gives it no type
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -95,7 +95,7 @@ class _Normalise(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # type: ignore[override]
         normal, scale, weight = ctx.saved_tensors
         dims = [dim for dim in range(normal.dim()) if dim != 1]
         out = grads[0].to(normal.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from statistics import median
 
@@ -126,7 +126,7 @@ def _refuse_nonfinite(optimizer: Optimizer, where: tuple[str, ...], world: World
 
 
 @contextmanager
-def no_sync() -> Iterator[None]:
+def no_sync() -> Generator[None]:
     """Backwards inside keep their gradients on this rank, added up in ``.grad``; the next one outside agrees them all.
 
     All ranks must enter it alike. Scaling is yours, as in plain PyTorch: k backwards add up to the sum of their k means.

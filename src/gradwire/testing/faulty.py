@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable
 
 from torch import Tensor
@@ -85,5 +85,4 @@ class SlowGroup(_Wrapped):
     """Waits ``delay_s`` seconds before each collective, like a rank that is late."""
 
     def __init__(self, inner: Group, *, delay_s: float) -> None:
-        never = threading.Event()
-        super().__init__(inner, lambda _: None if never.wait(delay_s) else None)
+        super().__init__(inner, lambda _: time.sleep(delay_s))

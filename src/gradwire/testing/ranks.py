@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
@@ -116,7 +117,7 @@ def _processes(
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store")
         ends: dict[Connection, int] = {}
-        children: list[multiprocessing.process.BaseProcess] = []
+        children: list[BaseProcess] = []
         for rank in range(num_ranks):
             here, there = context.Pipe(duplex=False)
             args = (function, rank, num_ranks, path, timeout_s, plan, there)
