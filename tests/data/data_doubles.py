@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -60,14 +59,21 @@ def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
     barrier, board = threading.Barrier(size), {}
     worlds = [world(rank, size, ThreadGroup(rank, size, barrier, board)) for rank in range(size)]
 
-    def run(mine: Any) -> Any:
-        try:
-            return body(mine)
-        except Exception as error:
-            return error
+    results: list[Any] = [TimeoutError("this rank has not ended")] * size
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, worlds, timeout=TIMEOUT_S))
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(worlds[rank])
+        except Exception as error:
+            results[rank] = error
+
+    # plain threads: a loader worker forked from a ThreadPoolExecutor's thread cannot end well (it joins itself)
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    return results
 
 
 def plain(batch: Any) -> list[int]:

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 from data_doubles import world
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+
 from gradwire.data import (
     ByClass,
     DataLoader,
@@ -21,8 +24,6 @@ from gradwire.data import (
     shard,
 )
 from gradwire.errors import DataError
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 
 class Stream(IterableDataset):

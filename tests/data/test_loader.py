@@ -7,12 +7,13 @@ from collections import Counter
 
 import pytest
 from data_doubles import by_step, epoch_of, on_ranks, world
-from gradwire.data import ByClass, DataLoader, Proportional, Random, Sample, ShardedSampler, Stratified
-from gradwire.errors import DataError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
+
+from gradwire.data import ByClass, DataLoader, Proportional, Random, Sample, ShardedSampler, Stratified
+from gradwire.errors import DataError
 
 LABELS = [place % 3 for place in range(1000)]
 
@@ -97,9 +98,10 @@ def test_case_8_a_run_goes_on_at_the_exact_sample_on_any_world(data):
     length, batch_size = data.draw(st.integers(5, 40)), data.draw(st.integers(5, 12))
     before, after = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
     accumulate, stream = data.draw(st.integers(1, 3)), data.draw(st.booleans())
-    make = lambda rank, size: DataLoader(
-        Stream(length) if stream else range(length), batch_size, world=world(rank, size)
-    )  # noqa: E731
+
+    def make(rank, size):
+        return DataLoader(Stream(length) if stream else range(length), batch_size, world=world(rank, size))
+
     whole = global_batches(1, length, batch_size, accumulate, dataset=Stream(length) if stream else None, epochs=3)
     loader = make(before - 1, before)
     loader.attach(accumulate)

@@ -6,9 +6,10 @@ import json
 
 import pytest
 from data_doubles import on_ranks
+from torch.utils.data import IterableDataset
+
 from gradwire.data import DataLoader, Local
 from gradwire.errors import DataError
-from torch.utils.data import IterableDataset
 
 
 class Stream(IterableDataset):

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 from data_doubles import by_step, epoch_of, on_ranks, world
-from gradwire.data import shard
-from gradwire.errors import MismatchError
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchDataLoader
+
+from gradwire.data import shard
+from gradwire.errors import MismatchError
 
 LENGTH = 23
 

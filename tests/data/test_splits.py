@@ -7,11 +7,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gradwire.data import ByClass, Local, Proportional, Random, Sample, Stratified, Uniform
 from gradwire.data.order import permutation
 from gradwire.errors import DataError
-from hypothesis import given
-from hypothesis import strategies as st
 
 LABELS = [place % 7 % 3 for place in range(200)]
 batches = st.lists(st.integers(0, 199), max_size=40)

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from data_doubles import epoch_of, world
-from gradwire.data import DataLoader, shard
-from gradwire.errors import DataError
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
+
+from gradwire.data import DataLoader, shard
+from gradwire.errors import DataError
 
 
 class Noise:
