@@ -142,6 +142,7 @@ class DataLoader:
             self._world.reading = self
             yield data
         self._position, self._untouched = Position(epoch=epoch + 1), True
+        self._world.reading = None
 
     def state_dict(self) -> dict[str, object]:
         """Where the loop stands: what was yielded counts, not what was prefetched. Plain JSON-able values.
