@@ -90,7 +90,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     """Start `gradwire run OPTIONS script.py`; whatever is left at the end is killed."""
     launched: list[Launched] = []
 
-    def start(body: str, *options: str, heartbeat: bool = True, arguments: tuple[str, ...] = (), **env: str) -> Launched:
+    def start(
+        body: str, *options: str, heartbeat: bool = True, arguments: tuple[str, ...] = (), **env: str
+    ) -> Launched:
         script = tmp_path / "script.py"
         script.write_text((PREAMBLE if heartbeat else "import os, sys, time\n") + body)
         log = tmp_path / f"launcher-{len(launched)}.err"
