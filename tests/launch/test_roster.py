@@ -312,7 +312,8 @@ def test_whatever_happens_there_is_one_verdict_and_silence_after_it(events):
         decided = job.roster.verdict is not None
         actions = job.do(act())
         assert not (decided and actions)
-        first_fault = first_fault or (kind if kind in ("fail", "victim", "exit3", "kill") else None)
+        if kind in ("fail", "victim", "exit3", "kill") and not job.of(Done):
+            first_fault = first_fault or kind
     job.silent = set(range(3))
     job.run(20)
     assert len(job.of(Stop)) <= 1 and len(job.of(Release)) <= 1 and len(job.of(Done)) <= 1

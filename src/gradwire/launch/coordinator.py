@@ -204,8 +204,8 @@ class Coordinator:
                 return
             ranks, host = self._ranks(peer), self._gathering.joined[peer.number].host
             what = (
-                f"{rank_range(ranks)} on {host} gone: the launcher of node {peer.number} ended without a word (killed, or "
-                "its host or network is down)"
+                f"{rank_range(ranks)} on {host} gone: the launcher of node {peer.number} ended without a word (killed, "
+                "or its host or network is down)"
             )
             self._do(self._roster.node_lost(ranks, what, now))
 
