@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from conftest import is_alive, wait_until  # pyright: ignore[reportMissingImports]
+from launching import is_alive, wait_until  # pyright: ignore[reportMissingImports]
 
 from gradwire.errors import LaunchError
 from gradwire.launch import network

@@ -5,7 +5,7 @@ import signal
 import subprocess
 
 import pytest
-from conftest import wait_until  # pyright: ignore[reportMissingImports]
+from launching import wait_until  # pyright: ignore[reportMissingImports]
 
 from gradwire.launch.processes import MemoryKills, is_suspended
 from gradwire.launch.verdict import Exit, last_line, number_list

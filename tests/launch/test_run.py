@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import is_alive, wait_until  # pyright: ignore[reportMissingImports]
+from launching import is_alive, wait_until  # pyright: ignore[reportMissingImports]
 
 PLAIN = """
 rank = os.environ["RANK"]

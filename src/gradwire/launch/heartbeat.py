@@ -6,8 +6,10 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gradwire.errors import LaunchError
@@ -180,11 +182,15 @@ class Heartbeat:
             callbacks, self._callbacks = self._callbacks, []
         self._decided.set()
         self._settled.set()
-        if self.reports and verdict.rank != self.rank:
-            print(f"gradwire: rank {self.rank} stops: {verdict.headline}", file=sys.stderr, flush=True)
         threading.Thread(target=self._end_late, name="gradwire-end", daemon=True).start()
+        if self.reports and verdict.rank != self.rank:
+            with suppress(OSError):  # a closed stderr must not keep the callbacks from being called
+                print(f"gradwire: rank {self.rank} stops: {verdict.headline}", file=sys.stderr, flush=True)
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # the others must still be called
+                traceback.print_exc()
 
     def _end_late(self) -> None:
         """A main thread that hangs in a collective, or computes on, does not keep the job from ending."""
