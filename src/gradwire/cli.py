@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -42,9 +41,21 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
+class _ShowVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import importlib.metadata  # only here: it costs as much as the rest of the start
+
+        try:
+            version = importlib.metadata.version("gradwire")
+        except importlib.metadata.PackageNotFoundError:
+            version = "(not installed)"
+        print(f"gradwire {version}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="gradwire", description="Data parallel training over processes and machines.")
-    parser.add_argument("--version", action="version", version=f"gradwire {_version()}")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands.add_parser("run", help="start a script on several processes", allow_abbrev=False))
     plan = commands.add_parser("plan", help="look at a plan").add_subparsers(metavar="COMMAND", required=True)
@@ -173,13 +184,6 @@ def _show(options: argparse.Namespace) -> int:
         plan.check(options.n)
     print(plan.describe())
     return 0
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("gradwire")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _whole(text: str) -> int:

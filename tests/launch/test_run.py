@@ -1,12 +1,14 @@
 """`gradwire run` with real processes: how a job ends, and what is said."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
-from pathlib import Path
 
 import pytest
-from conftest import is_alive, wait_until  # pyright: ignore[reportMissingImports]
+from launching import is_alive, wait_until  # pyright: ignore[reportMissingImports]
 
 PLAIN = """
 rank = os.environ["RANK"]
@@ -22,7 +24,6 @@ time.sleep(60)
         ("sys.exit(3)", 3, "exited with code 3"),
         ("raise ValueError('boom')", 1, "failed: ValueError: boom"),
         ("os.kill(os.getpid(), 9)", 1, "was killed by SIGKILL"),
-        ("os.abort()", 1, "was killed by SIGABRT"),
     ],
 )
 def test_a_plain_script_that_fails_ends_the_job_within_two_seconds(launch, end, code, words):
@@ -75,7 +76,8 @@ def test_a_killed_rank_is_named_within_a_second(launch):
     wait_until(lambda: "\n" in job.err(), "the report", timeout_s=5)
     assert time.monotonic() - time_of_death < 1.0
     assert job.wait(5) == 1
-    assert job.err().startswith("gradwire: rank 1 on vm") or "was killed by SIGKILL" in job.err().splitlines()[0]
+    # The step is that of the last beat, up to half a second ago.
+    assert re.match(r"gradwire: rank 1 on testhost was killed by SIGKILL at step (0|12) \(pid ", job.err())
     assert not any(is_alive(pid) for pid in pids)
 
 
@@ -92,8 +94,8 @@ else:
     job = launch(body, "-n", "2")
     assert job.wait() == 1
     first = job.err().splitlines()[0]
-    assert "rank 1 on testhost left at step 12" in first or "rank 1 on" in first and "left at step 12" in first
-    assert "while rank 0" in first and "waits in all_reduce #57 of data/gradients" in first
+    assert first.startswith("gradwire: rank 1 on testhost left at step 12 (")
+    assert "while rank 0 on testhost waits in all_reduce #57 of data/gradients" in first
 
 
 def test_a_clean_end_releases_everybody_together(launch):
@@ -171,7 +173,6 @@ def test_a_hang_in_python_is_reported_with_its_stack_and_taken_back(launch):
 def test_a_stopped_process_is_reported_as_stopped(launch):
     job = launch(HANG, "-n", "2", GRADWIRE_HANG_S="1")
     pids = job.pids(2)
-    wait_until(lambda: job.err() or True, "nothing")
     os.kill(pids[1], signal.SIGSTOP)
     wait_until(lambda: "process is stopped (SIGSTOP)" in job.err(), "the report", timeout_s=8)
     assert "rank 1 on testhost is missing from all_reduce #57" in job.err()
@@ -214,10 +215,29 @@ links = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=
     assert not any("socket:" in (job.folder / f"links-{rank}").read_text() for rank in range(2))
 
 
-def test_tmp_files_are_not_left(launch):
-    before = set(Path("/dev/shm").iterdir())
-    job = launch("pass", "-n", "2", heartbeat=False)
+def test_a_closed_console_does_not_end_the_job(launch):
+    body = """
+import subprocess
+for _ in range(2000): print("x" * 80)
+(here / "finished").write_text("")
+"""
+    job = launch("pass", "-n", "1", heartbeat=False)
     assert job.wait() == 0
-    assert set(Path("/dev/shm").iterdir()) <= before | {
-        entry for entry in Path("/dev/shm").iterdir() if "gradwire" not in entry.name
-    }
+    (job.folder / "script.py").write_text("from pathlib import Path\nhere = Path(__file__).parent\n" + body)
+    command = f"{sys.executable} -m gradwire run script.py | head -n 1"
+    done = subprocess.run(command, shell=True, cwd=job.folder, capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.stderr) == ("x" * 80 + "\n", "gradwire: stdout is closed; the job goes on without it\n")
+    assert (job.folder / "finished").exists()
+
+
+def test_nohup_survives_the_end_of_the_terminal(launch):
+    job = launch("pass", "-n", "1", heartbeat=False)
+    assert job.wait() == 0
+    (job.folder / "script.py").write_text("import os, signal\nos.kill(os.getppid(), signal.SIGHUP)\n")
+    command = [sys.executable, "-m", "gradwire", "run", "script.py"]
+    for ignore, code in ((True, 0), (False, 129)):
+        restore = signal.SIG_IGN if ignore else signal.SIG_DFL
+        done = subprocess.run(
+            command, cwd=job.folder, timeout=20, preexec_fn=lambda how=restore: signal.signal(signal.SIGHUP, how)
+        )  # fmt: skip
+        assert done.returncode == code

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from gradwire.errors import LaunchError
 from gradwire.launch.coordinator import Coordinator
-from gradwire.launch.wire import MAGIC, MAX_FRAME_BYTES, Doorman, FrameReader, WireError, connect, encode_frame
+from gradwire.launch.proof import MAGIC, Doorman, connect
+from gradwire.launch.wire import MAX_FRAME_BYTES, FrameReader, WireError, encode_frame
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

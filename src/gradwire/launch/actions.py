@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from gradwire.launch.hang import Waiting
-from gradwire.launch.verdict import Frame, Verdict
+from gradwire.launch.verdict import MAX_FRAMES, Frame, Verdict
+from gradwire.launch.wire import Message, WireError, as_message, get_float, get_int, get_list, get_text
 
 __all__ = ["Action", "AskStack", "Beat", "Done", "Refuse", "Release", "Stop", "Warn"]
 
@@ -62,3 +63,33 @@ class Beat:
     arrived: dict[str, int] = field(default_factory=dict[str, int])
     waiting: Sequence[Waiting] = ()
     stack: Sequence[Frame] = ()
+
+    @classmethod
+    def parse(cls, message: Message, now: float) -> Beat:
+        """From a `beat` message that came at `now`; WireError if it is none."""
+        groups = [as_message(entry) for entry in get_list(message, "groups")]
+        waiting = [
+            Waiting(
+                group=get_text(group, "group"),
+                op=get_text(group, "op"),
+                seq=get_int(group, "seq"),
+                since=now - get_float(group, "waited_s"),
+            )
+            for group in groups
+            if group.get("waited_s") is not None
+        ]
+        return cls(
+            step=get_int(message, "step"),
+            step_s=get_float(message, "step_s"),
+            arrived={get_text(group, "group"): get_int(group, "seq") for group in groups},
+            waiting=waiting,
+            stack=[_parse_frame(entry) for entry in get_list(message, "stack")[:MAX_FRAMES]],
+        )
+
+
+def _parse_frame(entry: object) -> Frame:
+    match entry:
+        case [str() as file, int() as line, str() as function]:
+            return file, line, function
+        case _:
+            raise WireError("a stack frame is not (file, line, function)")

@@ -12,12 +12,11 @@ from typing import cast
 
 from gradwire.launch.actions import Action, AskStack, Beat, Done, Refuse, Release, Stop, Warn
 from gradwire.launch.gathering import Gathering, Node
-from gradwire.launch.hang import Waiting
 from gradwire.launch.peers import Peer, Peers
 from gradwire.launch.processes import is_suspended
 from gradwire.launch.roster import Roster
-from gradwire.launch.verdict import MAX_FRAMES, Exit, Frame, Verdict, signal_name
-from gradwire.launch.wire import Message, WireError, get_float, get_int, get_list, get_text
+from gradwire.launch.verdict import Exit, Verdict, rank_range, signal_name
+from gradwire.launch.wire import Message, WireError, get_int, get_text
 
 __all__ = ["Coordinator", "listen"]
 
@@ -42,9 +41,9 @@ def listen(bind: tuple[str, int]) -> socket.socket:
 class Coordinator:
     """Hears every rank and every launcher, and tells them the verdict.
 
-    token: what a peer must prove. world_size: known at once (rank 0 under a foreign launcher), or None with `gathering`,
-    which then gives it when all nodes have joined. bind: (host, port), port 0 for any. report: gets each text to show,
-    without prefix: hang reports, refused strangers. hang_s, timeout_s: see `Roster`.
+    token: what a peer must prove. world_size: known at once (rank 0 under a foreign launcher), or None with
+    `gathering`, which then gives it when all nodes have joined. bind: (host, port), port 0 for any. report: gets each
+    text to show, without prefix: hang reports, refused strangers. hang_s, timeout_s: see `Roster`.
 
     >>> coordinator = Coordinator(token="secret", world_size=2, bind=("127.0.0.1", 0), report=print)
     >>> coordinator.start(); coordinator.address[0]; coordinator.stop()
@@ -167,7 +166,7 @@ class Coordinator:
     def _hear_rank(self, roster: Roster, peer: Peer, kind: str, message: Message) -> None:
         now, rank = time.monotonic(), peer.number
         if kind == "beat":
-            self._do(roster.beat(rank, _parse_beat(message, now), now))
+            self._do(roster.beat(rank, Beat.parse(message, now), now))
         elif kind == "fail":
             self._do(roster.fail(rank, get_text(message, "text"), now, victim=message.get("victim") is True))
         elif kind == "leave":
@@ -181,7 +180,8 @@ class Coordinator:
         now, ranks = time.monotonic(), self._ranks(peer)
         if kind == "interrupted":
             number = get_int(message, "signal", high=64)
-            what = f"node {peer.number} was ended by {signal_name(number)}, and its ranks {ranks.start} to {ranks.stop - 1}"
+            ended = f"node {peer.number} was ended by {signal_name(number)}"
+            what = f"{ended}, and its {rank_range(ranks)} with it"
             self._do(roster.node_lost(ranks, what, now, exit_code=128 + number))
             return
         rank = get_int(message, "rank", low=ranks.start, high=ranks.stop - 1)
@@ -190,13 +190,7 @@ class Coordinator:
         elif kind == "suspended":
             roster.suspended(rank, message.get("suspended") is True)
         elif kind == "exited":
-            exit = Exit(
-                code=get_int(message, "code", low=-64, high=255),
-                note=get_text(message, "note"),
-                tail=get_text(message, "tail"),
-                shown=message.get("shown") is True,
-            )
-            self._do(roster.exited(rank, exit, now))
+            self._do(roster.exited(rank, Exit.parse(message), now))
         else:
             raise WireError(f"a {kind[:20]} message came out of turn")
 
@@ -210,8 +204,8 @@ class Coordinator:
                 return
             ranks, host = self._ranks(peer), self._gathering.joined[peer.number].host
             what = (
-                f"ranks {ranks.start} to {ranks.stop - 1} on {host} are gone: the launcher of node {peer.number} ended "
-                "without a word (killed, or its host or network is down)"
+                f"{rank_range(ranks)} on {host} gone: the launcher of node {peer.number} ended without a word (killed, "
+                "or its host or network is down)"
             )
             self._do(self._roster.node_lost(ranks, what, now))
 
@@ -249,39 +243,6 @@ class Coordinator:
             silent = member.alive and member.heard_at is not None and now - member.heard_at > 1.0
             if silent and member.pid is not None and member.host == self._host:
                 member.suspended = is_suspended(member.pid)
-
-
-def _parse_beat(message: Message, now: float) -> Beat:
-    arrived: dict[str, int] = {}
-    waiting: list[Waiting] = []
-    for entry in get_list(message, "groups"):
-        group = _as_message(entry)
-        name, seq = get_text(group, "group"), get_int(group, "seq")
-        arrived[name] = seq
-        if group.get("waited_s") is not None:
-            since = now - get_float(group, "waited_s")
-            waiting.append(Waiting(group=name, op=get_text(group, "op"), seq=seq, since=since))
-    return Beat(
-        step=get_int(message, "step"),
-        step_s=get_float(message, "step_s"),
-        arrived=arrived,
-        waiting=waiting,
-        stack=[_parse_frame(entry) for entry in get_list(message, "stack")[:MAX_FRAMES]],
-    )
-
-
-def _parse_frame(entry: object) -> Frame:
-    match entry:
-        case [str() as file, int() as line, str() as function]:
-            return file, line, function
-        case _:
-            raise WireError("a stack frame is not (file, line, function)")
-
-
-def _as_message(entry: object) -> Message:
-    if not isinstance(entry, dict):
-        raise WireError("a group of a beat is not an object")
-    return cast(Message, entry)
 
 
 def _close_in_children(peers: Peers) -> None:

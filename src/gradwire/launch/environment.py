@@ -1,4 +1,4 @@
-"""Who am I: the variables of gradwire, torchrun, Slurm or MPI become one `Environment`. The only reader of os.environ."""
+"""Who am I: variables of gradwire, torchrun, Slurm or MPI become one `Environment`. Only this file reads os.environ."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Environment:
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Read the launcher's variables; a world of one if there is none.
 
-    The first that applies: gradwire run, torchrun, RANK, Open MPI, srun. Raises LaunchError naming the variable, its value
-    and what is allowed.
+    The first that applies: gradwire run, torchrun, RANK, Open MPI, srun. Raises LaunchError naming the variable, its
+    value and what is allowed.
     """
     environ = os.environ if environ is None else environ
     if "GRADWIRE_CONTROL" in environ:
@@ -72,8 +72,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         return _slurm(environ)
     if _integer(environ, "WORLD_SIZE", default=1, low=1) > 1:
         raise LaunchError(
-            f"WORLD_SIZE is {environ['WORLD_SIZE']} but RANK is not set: set RANK (0 to WORLD_SIZE - 1), MASTER_ADDR and "
-            "MASTER_PORT too, or unset WORLD_SIZE to train alone"
+            f"WORLD_SIZE is {environ['WORLD_SIZE']} but RANK is not set: set RANK (0 to WORLD_SIZE - 1), MASTER_ADDR "
+            "and MASTER_PORT too, or unset WORLD_SIZE to train alone"
         )
     return _environment(environ, "solo")
 
@@ -195,7 +195,7 @@ def _slurm(environ: Mapping[str, str]) -> Environment:
     node_rank = _integer(environ, "SLURM_NODEID", default=0, low=0)
     local_rank = _integer(environ, "SLURM_LOCALID", default=0, low=0)
     name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
-    hosts = expand_hosts(_required(environ, name)) if "MASTER_ADDR" not in environ or name in environ else []
+    hosts = expand_hosts(_required(environ, name))
     counts = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "")))
     local_size = counts[node_rank] if node_rank < len(counts) else max(local_rank + 1, world_size // max(1, len(hosts)))
     job = f"{environ.get('SLURM_JOB_ID', environ.get('SLURM_JOBID', '0'))}.{environ.get('SLURM_STEP_ID', '0')}"
@@ -248,8 +248,8 @@ def _required(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
         also = ", ".join(f"{key}={environ[key]}" for key in ("RANK", "WORLD_SIZE") if key in environ)
         raise LaunchError(
-            f"{name} is not set{f' although {also}' if also else ''}: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
-            "together, or start the script with gradwire run"
+            f"{name} is not set{f' although {also}' if also else ''}: set RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT together, or start the script with gradwire run"
         )
     return environ[name]
 

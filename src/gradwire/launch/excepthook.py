@@ -16,11 +16,11 @@ VERDICT_WAIT_S = 2.0
 
 
 def install_excepthook(heartbeat: Heartbeat) -> None:
-    """Send uncaught exceptions of any thread by `heartbeat.fail`; the hooks that were there print what is to be printed.
+    """Send uncaught exceptions of any thread by `heartbeat.fail`; the hooks there were print what is to be printed.
 
     Under gradwire's launcher a rank prints nothing that the coordinator was told: the launcher prints the report. Under
-    another launcher (`heartbeat.reports`) the failing rank prints its own traceback, and a victim of another rank's failure
-    one line. A traceback that nobody else will show is always printed here.
+    another launcher (`heartbeat.reports`) the failing rank prints its own traceback, and a victim of another rank one
+    line. A traceback that nobody else will show is always printed here.
     """
     main_hook, thread_hook = sys.excepthook, threading.excepthook
 

@@ -42,7 +42,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What a node's launcher starts: ranks offset to offset + num_local - 1 of world_size, and the store they meet at."""
+    """What a node's launcher starts: ranks offset to offset + num_local - 1 of world_size, and where their store is."""
 
     offset: int
     world_size: int
@@ -67,7 +67,7 @@ class Assignment:
 
 
 class Gathering:
-    """The nodes of a job as they come in. store: where rank 0 will serve its store; foreign_port: for env:// scripts."""
+    """The nodes of a job as they come in. store: where rank 0 will serve its store; foreign_port: for env://."""
 
     def __init__(self, nodes: int, *, store: tuple[str, int], foreign_port: int) -> None:
         self.nodes = nodes
@@ -96,9 +96,10 @@ class Gathering:
                 f"node rank {node.node_rank} is taken by {holder.host} (pid {holder.pid}): give each host its own "
                 f"--node-rank, 0 to {self.nodes - 1}"
             )
-        other = self._joined.get(0)
-        if other is not None and other.plan != node.plan:
-            return f"node {node.node_rank} was started with another plan than node 0: give every node the same plan options"
+        if any(other.plan != node.plan for other in self._joined.values()):
+            return (
+                f"node {node.node_rank} was started with another plan than the others: give every node the same options"
+            )
         self._joined[node.node_rank] = node
         return None
 

@@ -82,7 +82,7 @@ class Hang:
 
 
 def find_hangs(members: dict[int, Member], now: float, *, hang_s: float, silent_s: float) -> list[Hang]:
-    """All waits above max(hang_s, 3 usual steps) and all ranks silent for `silent_s`; longest wait first, one a culprit."""
+    """All waits above max(hang_s, 3 usual steps) and all ranks silent for `silent_s`; longest first, one a culprit."""
     limit_s = max(hang_s, 3 * max((member.step_s for member in members.values()), default=0.0))
     found = [*_waits(members, now, limit_s), *_silences(members, now, silent_s)]
     named: set[int] = set()

@@ -6,14 +6,17 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
 
 from gradwire.errors import LaunchError
-from gradwire.launch.verdict import MAX_FRAMES, MAX_TEXT, Frame, Verdict, stack_text
-from gradwire.launch.wire import Channel, Message, connect, get_text
+from gradwire.launch.proof import connect
+from gradwire.launch.stacks import all_stacks, thread_stack
+from gradwire.launch.verdict import Verdict, shortened
+from gradwire.launch.wire import Channel, Message, get_text
 
 __all__ = ["Heartbeat"]
 
@@ -34,9 +37,9 @@ class _Progress:
 class Heartbeat:
     """This rank's line to the coordinator; a daemon thread keeps it. All methods are safe from any thread.
 
-    address: the coordinator. reports: no launcher of ours prints the report, so this rank prints one line if it is a victim.
+    address: the coordinator. reports: no launcher of ours prints the report, so this rank prints a line as a victim.
     step, step_s: where the loop is and its usual seconds a step; the loop sets them.
-    Raises LaunchError within 1 s if the address belongs to another job or the rank is taken, within 5 s if nobody answers.
+    Raises LaunchError within 1 s if the address belongs to another job or the rank is taken, after 5 s of silence.
     When the job must stop, the process has 2 s to unwind and `close`; then it is ended with exit code 1.
     """
 
@@ -85,11 +88,8 @@ class Heartbeat:
             if self._told:
                 return True
             self._told = True
-        if len(text) > MAX_TEXT:
-            text = (
-                f"{text[: MAX_TEXT // 2]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-MAX_TEXT // 2 :]}"
-            )
-        self._told = self._send(self._beat()) and self._send({"kind": "fail", "text": text, "victim": victim})
+        message: Message = {"kind": "fail", "text": shortened(text), "victim": victim}
+        self._told = self._send(self._beat()) and self._send(message)
         return self._told
 
     @property
@@ -109,7 +109,7 @@ class Heartbeat:
         return self._verdict
 
     def on_stop(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once, from the heartbeat's thread, when the job must stop; at once if it must already."""
+        """Have `callback` called once, from the heartbeat's thread, when the job must stop; at once if it must."""
         with self._lock:
             late = self._verdict is not None
             if not late:
@@ -165,7 +165,7 @@ class Heartbeat:
             self._released.set()
             self._settled.set()
         elif kind == "where":
-            self._send({"kind": "stacks", "text": _all_stacks(self._owner)})
+            self._send({"kind": "stacks", "text": all_stacks(self._owner)})
 
     def _lost(self) -> None:
         if self._closed.is_set() or self._released.is_set():
@@ -182,11 +182,15 @@ class Heartbeat:
             callbacks, self._callbacks = self._callbacks, []
         self._decided.set()
         self._settled.set()
-        if self.reports and verdict.rank != self.rank:
-            print(f"gradwire: rank {self.rank} stops: {verdict.headline}", file=sys.stderr, flush=True)
         threading.Thread(target=self._end_late, name="gradwire-end", daemon=True).start()
+        if self.reports and verdict.rank != self.rank:
+            with suppress(OSError):  # a closed stderr must not keep the callbacks from being called
+                print(f"gradwire: rank {self.rank} stops: {verdict.headline}", file=sys.stderr, flush=True)
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # the others must still be called
+                traceback.print_exc()
 
     def _end_late(self) -> None:
         """A main thread that hangs in a collective, or computes on, does not keep the job from ending."""
@@ -213,7 +217,7 @@ class Heartbeat:
                 }
                 for name, progress in self._groups.items()
             ]
-        stack = _frames(sys._current_frames().get(self._owner))  # pyright: ignore[reportPrivateUsage]
+        stack = thread_stack(self._owner)
         return {"kind": "beat", "step": self.step, "step_s": self.step_s, "groups": groups, "stack": stack}
 
 
@@ -226,27 +230,9 @@ def _connect(address: tuple[str, int], token: str) -> Channel:
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
                 raise LaunchError(
-                    f"the coordinator at {address[0]}:{address[1]} cannot be reached: {error}; see whether the launcher "
-                    "(or rank 0) still runs, and whether a firewall is between"
+                    f"the coordinator at {address[0]}:{address[1]} cannot be reached: {error}; see whether the "
+                    "launcher (or rank 0) still runs, and whether a firewall is between"
                 ) from error
-
-
-def _frames(frame: FrameType | None) -> list[Frame]:
-    """Innermost first, 30 at most."""
-    frames: list[Frame] = []
-    while frame is not None and len(frames) < MAX_FRAMES:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
-        frame = frame.f_back
-    return frames
-
-
-def _all_stacks(owner: int) -> str:
-    """Every thread's stack, the script's own first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    order = sorted(frames, key=lambda ident: (ident != owner, ident))
-    texts = [f"  {names.get(ident, ident)}:\n{stack_text(_frames(frames[ident]), indent='    ')}" for ident in order]
-    return "\n".join(texts)[:MAX_TEXT]
 
 
 def _close_in_children(channel: Channel) -> None:

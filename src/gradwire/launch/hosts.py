@@ -1,4 +1,4 @@
-"""The launchers of several hosts agree on ranks, token and store address at `--rendezvous`; one host is the same path."""
+"""Launchers of several hosts agree on ranks, token and store address at `--rendezvous`; one host goes the same way."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from gradwire.errors import LaunchError
 from gradwire.launch.gathering import Assignment, Node
+from gradwire.launch.proof import connect
 from gradwire.launch.verdict import number_list
-from gradwire.launch.wire import Channel, connect, get_text
+from gradwire.launch.wire import Channel, get_text
 
 __all__ = ["Meeting", "derived_token", "join"]
 

@@ -23,7 +23,7 @@ from gradwire.launch.local import Workers
 from gradwire.launch.network import bind_rendezvous, free_port, interface_for, resolve
 from gradwire.launch.output import Output, OutputMode
 from gradwire.launch.signals import Interrupted, Signals
-from gradwire.launch.verdict import Exit, Verdict
+from gradwire.launch.verdict import Verdict
 from gradwire.launch.wire import Channel, Message
 
 __all__ = ["Job", "run_job"]
@@ -60,7 +60,8 @@ class Job:
 def run_job(job: Job) -> int:
     """Run this host's workers to their end; returns the exit code. Raises LaunchError if the job cannot start.
 
-    0 if every rank of the job ended with 0; a rank's own code, 1 for one that raised or was killed; 128 + N for signal N.
+    0 if every rank of the job ended with 0; a rank's own code; 1 for a rank that raised or was killed; 128 + N for
+    signal N to the launcher.
     """
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
@@ -96,6 +97,7 @@ class _Run:
         stack.callback(lambda: self._workers.signal(signal.SIGKILL))
         self._verdict: Verdict | None = None
         self._done = False
+        self._looked_at = 0.0
         self._steps: list[tuple[float, Callable[[], None]]] = []
 
     def run(self) -> int:
@@ -105,9 +107,8 @@ class _Run:
             for key, _ in self._selector.select(max(0.0, wait_s)):
                 cast("Callable[[], object]", key.data)()
             for rank, exit in self._workers.reap():
-                self._report_exit(rank, exit)
-            for rank, state in self._workers.suspended():
-                self._send({"kind": "suspended", "rank": rank, "suspended": state})
+                self._send(exit.message(rank))
+            self._look_for_suspended()
             self._escalate()
         if self._signals.received:
             return 128 + self._signals.received[0]
@@ -186,17 +187,12 @@ class _Run:
         if self._store is not None:
             self._store.close()
 
-    def _report_exit(self, rank: int, exit: Exit) -> None:
-        self._send(
-            {
-                "kind": "exited",
-                "rank": rank,
-                "code": exit.code,
-                "note": exit.note,
-                "tail": exit.tail,
-                "shown": exit.shown,
-            }
-        )
+    def _look_for_suspended(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at >= POLL_S:
+            self._looked_at = now
+            for rank, state in self._workers.suspended():
+                self._send({"kind": "suspended", "rank": rank, "suspended": state})
 
     def _told(self) -> None:
         messages = self._channel.receive(0.0)

@@ -63,6 +63,10 @@ def free_port(address: str) -> int:
 def bind_rendezvous(host: str, port: int) -> socket.socket:
     """Listen on HOST:PORT and on no other address. Raises LaunchError with the cure."""
     address = resolve(host)
+    if address in ("0.0.0.0", "::"):
+        raise LaunchError(
+            f"{host} of --rendezvous is every address of a host: give one that the others reach, {_own_list()}"
+        )
     if address.startswith("127.") and not host.startswith("127.") and host != "localhost":
         raise LaunchError(f"{host} is {address} on this host, which other hosts cannot reach: use one of {_own_list()}")
     try:
@@ -74,7 +78,8 @@ def bind_rendezvous(host: str, port: int) -> socket.socket:
 def _bind_problem(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         owner = port_owner(port)
-        return f"port {port} of --rendezvous {host}:{port} is in use{owner and f' by {owner}'}: use another port, or end it"
+        by = f" by {owner}" if owner else ""
+        return f"port {port} of --rendezvous {host}:{port} is in use{by}: use another port, or end what uses it"
     if error.errno == errno.EADDRNOTAVAIL:
         return (
             f"{host} of --rendezvous is not an address of this host, and node 0 must listen there: use one of "

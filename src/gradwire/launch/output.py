@@ -25,8 +25,8 @@ _LINE_END = re.compile(rb"\r?\n|\r")
 class Output:
     """Takes the bytes of every worker's streams.
 
-    mode: "rank0" shows rank 0 as it is; "all" shows every line as `[rank] line`; a folder gets `rank-R.log` files beside
-    rank 0 on the console. Raises LaunchError if the folder cannot be made.
+    mode: "rank0" shows rank 0 as it is; "all" shows every line as `[rank] line`; a folder gets `rank-R.log` files
+    beside rank 0 on the console. Raises LaunchError if the folder cannot be made.
     """
 
     def __init__(self, mode: OutputMode, ranks: range) -> None:

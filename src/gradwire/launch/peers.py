@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from gradwire.launch.wire import Doorman, FrameReader, Message, WireError, encode_frame, keep_alive
+from gradwire.launch.proof import Doorman, keep_alive
+from gradwire.launch.wire import FrameReader, Message, WireError, encode_frame
 
 __all__ = ["Peer", "Peers"]
 
@@ -45,6 +46,7 @@ class Peers:
         self._selector.register(listener, selectors.EVENT_READ)
         self._all: set[Peer] = set()
         self._strangers: set[str] = set()
+        self._complained_at = 0.0
         listener.setblocking(False)
 
     def __iter__(self) -> Iterator[Peer]:
@@ -101,7 +103,12 @@ class Peers:
         try:
             connection, address = self._listener.accept()
         except OSError as error:
-            self._report(f"a connection could not be accepted: {error}")
+            if time.monotonic() - self._complained_at > 10.0:
+                self._complained_at = time.monotonic()
+                self._report(
+                    f"a connection could not be accepted: {error}; raise the limit on open files if it is that"
+                )
+            time.sleep(0.01)  # it stays ready to be accepted: do not spin
             return
         unproved = sum(peer.doorman.admitted is None for peer in self._all)
         if unproved >= MAX_UNPROVED:

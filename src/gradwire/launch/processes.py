@@ -70,7 +70,7 @@ def _candidates(proc: Path, root: Path) -> list[tuple[Path, str, str]]:
     except OSError:
         return found
     for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if "memory" in controllers.split(","):
             for folder in (root / "memory" / path.lstrip("/"), root / "memory"):
                 found.append((folder, "memory.oom_control", "memory.limit_in_bytes"))
@@ -90,7 +90,7 @@ def _oom_kills(counter: Path) -> int | None:
 
 def _smallest_limit(folder: Path, limit_name: str, root: Path) -> int | None:
     limits: list[int] = []
-    while folder != root and root in folder.parents or folder == root:
+    while (folder != root and root in folder.parents) or folder == root:
         try:
             text = (folder / limit_name).read_text().strip()
         except OSError:

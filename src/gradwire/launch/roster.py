@@ -1,7 +1,7 @@
 """The job's state machine, without I/O: what ranks and launchers say and clock ticks in, actions out.
 
-A failure becomes a *suspicion* with a due time, so that a cause which is reported a moment after its victims still comes
-first: a victim's report waits 0.5 s for a cause, a closed connection waits for the launcher's word on the exit.
+A failure becomes a *suspicion* with a due time, so that a cause which is reported a moment after its victims still
+comes first: a victim's report waits 0.5 s for a cause, a closed connection waits for the launcher's word on the exit.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class Roster:
         return self.tick(now)
 
     def tick(self, now: float) -> list[Action]:
-        """What the time alone, or the last news, calls for. Nothing after a verdict."""
-        if self.verdict is not None:
+        """What the time alone, or the last news, calls for. Nothing after a verdict or the end of all processes."""
+        if self.verdict is not None or self._done:
             return []
         self.verdict = self._conclude(now) or self._missed(now) or self._incidents.overdue(now)
         if self.verdict is not None:
@@ -192,7 +192,7 @@ class Roster:
         if not self.released and all(member.left_at is not None for member in self.members.values()):
             self.released = True
             actions.append(Release())
-        if self.released and not self._done and len(self._exited) == len(self.members) and not self._suspicions:
+        if self.released and len(self._exited) == len(self.members) and not self._suspicions:
             self._done = True
             actions.append(Done())
         return actions

@@ -36,7 +36,10 @@ class Signals:
 
     def __enter__(self) -> Self:
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, self._note) for number in (*ENDING, signal.SIGCHLD)}
+        heeded = [
+            number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN
+        ]  # nohup, and jobs in scripts
+        self._handlers = {number: signal.signal(number, self._note) for number in (*heeded, signal.SIGCHLD)}
         return self
 
     def __exit__(

@@ -12,7 +12,7 @@ __all__ = ["Exit", "Frame", "Verdict", "stack_text"]
 
 Frame = tuple[str, int, str]
 MAX_FRAMES = 30
-MAX_TEXT = 100_000
+MAX_TEXT = 60_000  # characters; JSON may need 12 bytes for one, and a frame has 1 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Verdict:
 
     def message(self) -> Message:
         """As a `stop` message."""
-        return {"kind": "stop", **asdict(self)}
+        return {"kind": "stop", **asdict(self), "detail": shortened(self.detail)}
 
     @classmethod
     def parse(cls, message: Message) -> Verdict:
@@ -60,8 +60,19 @@ class Exit:
     tail: str = ""
     shown: bool = False
 
+    def message(self, rank: int) -> Message:
+        """As an `exited` message."""
+        return {"kind": "exited", "rank": rank, **asdict(self)}
+
+    @classmethod
+    def parse(cls, message: Message) -> Exit:
+        """From an `exited` message; WireError if it is none."""
+        code = get_int(message, "code", low=-64, high=255)
+        texts = {name: get_text(message, name) for name in ("note", "tail")}
+        return cls(code=code, shown=message.get("shown") is True, **texts)
+
     def describe(self, at: str) -> str:
-        """`was killed by SIGKILL at step 12`, `failed: ValueError: boom` or `exited with code 3`; at: ` at step 12` or ""."""
+        """`was killed by SIGKILL at step 12`, `failed: ValueError: boom` or `exited with code 3`; at: ` at step 12`."""
         note = f": {self.note}" if self.note else ""
         if self.code < 0:
             return f"was killed by {signal_name(-self.code)}{at}{note}"
@@ -78,6 +89,14 @@ class Exit:
         if "memory" in self.note:
             return "cure: a smaller batch_size, more accumulation, fewer ranks on this host, or a higher memory limit"
         return ""
+
+
+def shortened(text: str) -> str:
+    """At most 60,000 characters: the start and the end."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-half:]}"
 
 
 def signal_name(number: int) -> str:
@@ -99,14 +118,16 @@ def at_step(step: int | None) -> str:
 
 
 def last_line(traceback_text: str) -> str:
-    """The line of a traceback that names the exception: the last that is not indented.
+    """The line of a traceback that names the exception: the first after the last stack.
 
-    >>> last_line("Traceback ...\\n  File ...\\nValueError: boom\\n")
+    >>> last_line("Traceback (most recent call last):\\n  File ...\\nValueError: boom\\nand more\\n")
     'ValueError: boom'
     """
-    lines = [line for line in traceback_text.splitlines() if line.strip() and not line.startswith((" ", "\t"))]
-    heads = [line for line in lines if line.partition(":")[0].replace(".", "").replace("_", "").isalnum()]
-    return (heads or lines or ["an exception without text"])[-1][:300]
+    before, header, after = traceback_text.rpartition("Traceback (most recent call last):\n")
+    lines = [line for line in after.splitlines() if line.strip() and not line.startswith((" ", "\t"))]
+    if not lines:
+        return (before.strip().splitlines() or ["an exception without text"])[-1][:300]
+    return (lines[0] if header else lines[-1])[:300]
 
 
 def stack_text(frames: Sequence[Frame], *, indent: str = "  ") -> str:
@@ -121,3 +142,8 @@ def number_list(numbers: Sequence[int]) -> str:
     if len(words) == 1:
         return f"rank {words[0]}"
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def rank_range(ranks: range) -> str:
+    """`rank 1`, or `ranks 2 to 5`."""
+    return f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start} to {ranks.stop - 1}"

@@ -1,0 +1,91 @@
+"""Wrong usage ends with code 2 and one line: option, value, what is allowed."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from gradwire import cli
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ok.py").write_text("")
+    (tmp_path / "bad.toml").write_text("mesh = [")
+    (tmp_path / "good.toml").write_text('accumulate = 1\nbatch_norm = "local"\n[mesh]\ndata = 2\n[other]\nx = [1, 2]\n')
+    return "ok.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "nowhere.py"], ["nowhere.py", "does not exist"]),
+        (["run", "."], ["is a folder"]),
+        (["run", "-m", "no.such.module"], ["-m no.such.module"]),
+        (["run", "-n", "0", "ok.py"], ["-n", "'0'", "1 or more"]),
+        (["run", "-n", "two", "ok.py"], ["-n", "'two'"]),
+        (["run", "--nodes", "2", "ok.py"], ["--nodes 2", "--rendezvous"]),
+        (["run", "--nodes", "2", "--rendezvous", "h:1", "ok.py"], ["--node-rank"]),
+        (["run", "--nodes", "2", "--node-rank", "2", "--rendezvous", "h:1", "ok.py"], ["--node-rank 2", "0 to 1"]),
+        (["run", "--rendezvous", "host", "ok.py"], ["--rendezvous", "'host'", "HOST:PORT"]),
+        (["run", "--rendezvous", "host:99999", "ok.py"], ["'host:99999'", "65535"]),
+        (["run", "--plan", "none.toml", "ok.py"], ["none.toml", "cannot be read"]),
+        (["run", "--plan", "bad.toml", "ok.py"], ["bad.toml", "not valid TOML"]),
+        (["run", "--mesh", "pipeline=2", "ok.py"], ["--mesh", "'pipeline'", "data=N"]),
+        (["run", "--mesh", "data=x", "ok.py"], ["--mesh", "'x'"]),
+        (["run", "--accumulate", "0", "ok.py"], ["--accumulate", "'0'"]),
+        (["run", "--batch-norm", "x", "ok.py"], ["--batch-norm", "'x'", "local", "sync"]),
+        (["run", "--on-nonfinite", "x", "ok.py"], ["--on-nonfinite", "skip", "stop"]),
+        (["run", "--timeout", "-1", "ok.py"], ["--timeout", "-1"]),
+        (["run", "--no-such-option", "ok.py"], ["--no-such-option"]),
+        (["run"], ["SCRIPT"]),
+        ([], ["COMMAND"]),
+    ],
+)
+def test_wrong_usage_is_one_clear_line(script, capsys, arguments, words):
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and printed.startswith("gradwire: ")
+    assert all(word in printed for word in words), printed
+
+
+def options(*arguments):
+    return cli._parser().parse_args(["run", *arguments, "ok.py"])  # pyright: ignore[reportPrivateUsage]
+
+
+def plan_text(*arguments):
+    return cli._plan_text(options(*arguments))  # pyright: ignore[reportPrivateUsage]
+
+
+def test_options_become_a_plan():
+    text = plan_text("--mesh", "data=2", "--accumulate", "4", "--batch-norm", "sync", "--on-nonfinite", "stop")
+    wanted = {"accumulate": 4, "batch_norm": "sync", "on_nonfinite": "stop", "mesh": {"data": 2}}
+    assert tomllib.loads(text or "") == wanted
+    assert plan_text() is None
+
+
+def test_options_beat_the_plan_file_and_leave_the_rest(script, tmp_path):
+    text = plan_text("--plan", "good.toml", "--accumulate", "8")
+    assert tomllib.loads(text or "") == {**tomllib.loads((tmp_path / "good.toml").read_text()), "accumulate": 8}
+    assert plan_text("--plan", "good.toml") == (tmp_path / "good.toml").read_text()
+
+
+def test_what_follows_the_script_is_the_scripts(script):
+    parsed = cli._parser().parse_args(["run", "-n", "2", "ok.py", "-n", "7", "--plan", "x"])  # pyright: ignore
+    assert (parsed.n, parsed.arguments) == (2, ["-n", "7", "--plan", "x"])
+
+
+def test_a_module_is_run_and_gets_its_arguments(tmp_path):
+    (tmp_path / "mine.py").write_text("import sys; print(sys.argv[1:])")
+    command = [sys.executable, "-m", "gradwire", "run", "-m", "mine", "--flag", "-m"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout) == (0, "['--flag', '-m']\n"), done.stderr
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("gradwire ")
