@@ -182,7 +182,7 @@ def _show(options: argparse.Namespace) -> int:
     plan = Plan.from_toml(text)
     if options.n is not None:
         plan.check(options.n)
-    print(plan.describe())
+    print(plan.words())
     return 0
 
 

@@ -54,10 +54,10 @@ class Meeting:
         if self.heartbeat is not None:
             self.heartbeat.step, self.heartbeat.step_s = step, step_s
 
-    def leave(self, reason: str | None) -> None:
+    def leave(self, reason: str | None, exit_code: int) -> None:
         """This rank is done; wait for the others."""
         if self.heartbeat is not None:
-            self.heartbeat.leave(reason)
+            self.heartbeat.leave(reason, exit_code=exit_code)
 
     def fail(self, text: str, *, victim: bool) -> None:
         """This rank ends by an exception."""

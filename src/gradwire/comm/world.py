@@ -127,14 +127,14 @@ class World:
         dtype = torch.float64 if isinstance(value, float) else torch.int64
         return self.group().all_reduce(torch.tensor(value, dtype=dtype, device=self.device)).item()  # pyright: ignore[reportReturnType]  # of the kind that went in
 
-    def close(self, reason: str | None = None) -> None:
+    def close(self, reason: str | None = None, *, exit_code: int = 0) -> None:
         """Leave: wait for the others to be done too, then free groups, threads and sockets. Idempotent."""
         if self._closed:
             return
         self._closed = True
         for detach in self._attachments.values():
             detach()
-        self._meeting.leave(reason)
+        self._meeting.leave(reason, exit_code)
         self._release()
 
     def _fail(self, error: BaseException) -> None:
@@ -160,7 +160,11 @@ class World:
         if error is None:
             self.close()
         elif isinstance(error, SystemExit):
-            self.close(f"it called sys.exit({error.code!r})")
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            self.close(f"it called sys.exit({error.code!r})", exit_code=code)
+        elif isinstance(error, KeyboardInterrupt):
+            self._closed = True  # the launcher got the signal too and says so
+            self._release()
         elif not self._closed:
             self._fail(error)
 

@@ -18,7 +18,7 @@ class StepAccount:
 
     steps: turns of the loop counted. step_s = data_s + compute_s + exchange_s of the median step (each its own median).
     exchange_s: the time the training thread was really blocked, not the time the wire was busy.
-    samples_per_s: samples of all ranks over wall time, data waits included.
+    samples_per_s: samples of all ranks over the wall time of all training steps but the first, data waits included.
     """
 
     steps: int
@@ -114,5 +114,6 @@ class StepClock:
         seconds = now - turn.started_s
         self._turns.append((seconds, turn.data_s, turn.exchange_s))
         self._steps += 1
-        self._samples += turn.samples
-        self._seconds += seconds
+        if self._steps > 1:  # the first step warms up: allocations, thread pools, lazy imports
+            self._samples += turn.samples
+            self._seconds += seconds

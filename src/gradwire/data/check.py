@@ -117,6 +117,7 @@ def _has_batches(recipe: Recipe, world: World) -> None:
 
 
 def flag(name: str, value: object) -> bool:
+    """``value`` if it is a bool; DataError naming the argument else."""
     if not isinstance(value, bool):
         raise DataError(f"{name}={value!r} must be True or False")
     return value

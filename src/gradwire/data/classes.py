@@ -120,6 +120,7 @@ def classes_of(codes: Indices, batch: Sequence[int]) -> Indices:
 
 
 def same_length(num_labels: int, length: int | None) -> None:
+    """Raise DataError unless there is one label a sample; a stream has no length to compare."""
     if length is not None and num_labels != length:
         raise DataError(f"there are {num_labels} labels for {length} samples; give one label per sample")
 

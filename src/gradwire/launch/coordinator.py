@@ -170,7 +170,8 @@ class Coordinator:
         elif kind == "fail":
             self._do(roster.fail(rank, get_text(message, "text"), now, victim=message.get("victim") is True))
         elif kind == "leave":
-            self._do(roster.leave(rank, get_text(message, "reason") or None, now))
+            code = get_int(message, "exit_code", low=0, high=255)
+            self._do(roster.leave(rank, get_text(message, "reason") or None, now, exit_code=code))
         elif kind == "stacks":
             self._do(roster.stacks(rank, get_text(message, "text"), now))
         else:

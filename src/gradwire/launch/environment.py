@@ -101,6 +101,7 @@ def worker_environment(
     made = {name: value for name, value in base.items() if not name.startswith(("GRADWIRE_", "TORCHELASTIC_"))}
     made.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // worker.local_world_size)))
     made.setdefault("GLOO_SOCKET_IFNAME", interface)
+    made.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else every death buries its report under c10d's warnings
     made |= {
         "RANK": str(worker.rank),
         "WORLD_SIZE": str(worker.world_size),

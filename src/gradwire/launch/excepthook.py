@@ -38,12 +38,11 @@ def install_excepthook(heartbeat: Heartbeat) -> None:
 def _handled(heartbeat: Heartbeat, error: BaseException) -> bool:
     """Tell the coordinator; whether somebody else shows the error."""
     if not isinstance(error, Exception):
-        return (
-            isinstance(error, SystemExit) or not heartbeat.reports
-        )  # KeyboardInterrupt: the launcher names the signal
+        # KeyboardInterrupt: the launcher names the signal
+        return isinstance(error, SystemExit) or not heartbeat.reports
     victim = isinstance(error, PeerError)
     told = heartbeat.fail("".join(traceback.format_exception(error)), victim=victim)
     if not heartbeat.reports:
-        return told
+        return told or (victim and heartbeat.verdict() is not None)
     verdict = heartbeat.verdict(VERDICT_WAIT_S) if victim else None
     return verdict is not None and verdict.rank != heartbeat.rank

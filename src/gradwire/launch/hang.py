@@ -35,6 +35,7 @@ class Member:
     heard_at: float | None = None
     left_at: float | None = None
     left_how: str = ""
+    left_code: int = 0
     gone: bool = False
     suspended: bool = False
 

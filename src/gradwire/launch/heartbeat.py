@@ -1,4 +1,4 @@
-"""The worker's end: says every 0.5 s where this rank is, hears verdicts, shows its stacks when asked."""
+"""The worker's end: says every 0.2 s where this rank is, hears verdicts, shows its stacks when asked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradwire.launch.wire import Channel, Message, get_text
 
 __all__ = ["Heartbeat"]
 
-BEAT_S = 0.5
+BEAT_S = 0.2
 UNWIND_S = 2.0
 CONNECT_S = 5.0
 
@@ -97,9 +97,11 @@ class Heartbeat:
         """Whether the coordinator has been told by `fail`."""
         return self._told
 
-    def leave(self, reason: str | None = None) -> Verdict | None:
-        """This rank is done (None: its script ended well). Blocks until all are, or a verdict: then returns that."""
-        if self._send(self._beat()) and self._send({"kind": "leave", "reason": reason or ""}):
+    def leave(self, reason: str | None = None, *, exit_code: int = 0) -> Verdict | None:
+        """This rank is done (None: its script ended well), and its process will end with `exit_code`. Blocks until all are, or a verdict: then returns that."""
+        if self._send(self._beat()) and self._send(
+            {"kind": "leave", "reason": reason or "", "exit_code": exit_code & 255}
+        ):
             self._settled.wait()
         return self._verdict
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -241,10 +241,8 @@ class _Run:
             act()
 
     def _send(self, message: Message) -> None:
-        try:
+        with suppress(OSError):  # node 0 is gone: reading the channel says so and ends this node
             self._channel.send(message)
-        except OSError:
-            pass  # node 0 is gone: reading the channel says so and ends this node
 
 
 def _token(job: Job) -> str:

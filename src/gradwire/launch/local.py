@@ -57,7 +57,7 @@ class Workers:
                 stdout=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 - one prctl, loaded before; takes no lock
+                preexec_fn=lambda: die_with_parent(parent),
                 pass_fds=tuple(pass_fds),
             )
         except (OSError, subprocess.SubprocessError) as error:

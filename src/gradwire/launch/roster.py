@@ -91,11 +91,12 @@ class Roster:
         )
         return self._suspect(rank, suspicion, now)
 
-    def leave(self, rank: int, reason: str | None, now: float) -> list[Action]:
-        """A rank ended well: its script came to its end, or `reason` says how else."""
+    def leave(self, rank: int, reason: str | None, now: float, *, exit_code: int = 0) -> list[Action]:
+        """A rank ended by itself: its script came to its end, or `reason` says how else."""
         member = self.members[rank]
         if member.left_at is None:
             member.left_at, member.left_how, member.waiting = now, reason or "its script ended", []
+            member.left_code = exit_code
         return self.tick(now)
 
     def lost(self, rank: int, now: float) -> list[Action]:
@@ -103,7 +104,7 @@ class Roster:
         member = self._gone(rank)
         if rank in self._exited or member.left_at is not None:
             return self.tick(now)
-        what = f"ended without a word{at_step(member.step)} (killed, os._exit, or its host is gone)"
+        what = f"ended without a word{self._about_step(member)} (killed, os._exit, or its host is gone)"
         suspicion = _Suspicion(
             weight=FAILED,
             at=now,
@@ -124,10 +125,16 @@ class Roster:
             return self.leave(rank, "exit code 0", now)
         killed = exit.code < 0 and -exit.code not in MAYBE_VICTIM_SIGNALS
         at = now if known is None else known.at
-        what = exit.describe(at_step(member.step))
+        what = exit.describe(self._about_step(member))
         weight, due = (KILLED, now) if killed else (FAILED, now + CODE_WAIT_S)
         suspicion = _Suspicion(weight=weight, at=at, due=due, verdict=lambda: self._ended(rank, what, exit))
         return self._suspect(rank, suspicion, now)
+
+    def _about_step(self, member: Member) -> str:
+        """Where a rank died that could not say so: its last beat may be old, so the job's latest step counts too."""
+        if member.step is None:
+            return ""
+        return f" at about step {max(other.step or 0 for other in self.members.values())}"
 
     def node_lost(self, ranks: Sequence[int], what: str, now: float, *, exit_code: int = 1) -> list[Action]:
         """The launcher of some ranks is gone; `what` says which and how. Ranks that have exited do not count."""
@@ -218,7 +225,8 @@ class Roster:
         wait = f"{waiter.who} waits in {waiting.op} #{waiting.seq} of {waiting.group}"
         what = f"left{at_step(left.step)} ({left.left_how}) while {wait}"
         cure = "cure: let every rank take the same number of steps, or end the loop on all ranks together"
-        return self._verdict(left.rank, what, cure=cure, detail=self._seen(waiter.rank))
+        exit_code = left.left_code or 1
+        return self._verdict(left.rank, what, cure=cure, detail=self._seen(waiter.rank), exit_code=exit_code)
 
     def _seen(self, rank: int) -> str:
         stack = self.members[rank].stack

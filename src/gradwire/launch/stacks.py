@@ -20,15 +20,16 @@ def _frames(frame: FrameType | None) -> list[Frame]:
     """Innermost first, 30 at most."""
     frames: list[Frame] = []
     while frame is not None and len(frames) < MAX_FRAMES:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        frames.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname))
         frame = frame.f_back
     return frames
 
 
 def all_stacks(owner: int) -> str:
-    """Every thread's stack, the script's own first."""
+    """Every thread's stack but gradwire's own, the script's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    order = sorted(frames, key=lambda ident: (ident != owner, ident))
+    foreign = [ident for ident in frames if not names.get(ident, "").startswith("gradwire")]
+    order = sorted(foreign, key=lambda ident: (ident != owner, ident))
     texts = [f"  {names.get(ident, ident)}:\n{stack_text(_frames(frames[ident]), indent='    ')}" for ident in order]
     return shortened("\n".join(texts))

@@ -118,9 +118,9 @@ def at_step(step: int | None) -> str:
 
 
 def last_line(traceback_text: str) -> str:
-    """The line of a traceback that names the exception: the first after the last stack.
+    r"""The line of a traceback that names the exception: the first after the last stack.
 
-    >>> last_line("Traceback (most recent call last):\\n  File ...\\nValueError: boom\\nand more\\n")
+    >>> last_line("Traceback (most recent call last):\n  File ...\nValueError: boom\nand more\n")
     'ValueError: boom'
     """
     before, header, after = traceback_text.rpartition("Traceback (most recent call last):\n")
