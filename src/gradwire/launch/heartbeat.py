@@ -98,10 +98,12 @@ class Heartbeat:
         return self._told
 
     def leave(self, reason: str | None = None, *, exit_code: int = 0) -> Verdict | None:
-        """This rank is done (None: its script ended well), and its process will end with `exit_code`. Blocks until all are, or a verdict: then returns that."""
-        if self._send(self._beat()) and self._send(
-            {"kind": "leave", "reason": reason or "", "exit_code": exit_code & 255}
-        ):
+        """This rank is done (None: its script ended well), and its process will end with `exit_code`.
+
+        Blocks until all are, or a verdict: then returns that.
+        """
+        goodbye: Message = {"kind": "leave", "reason": reason or "", "exit_code": exit_code & 255}
+        if self._send(self._beat()) and self._send(goodbye):
             self._settled.wait()
         return self._verdict
 

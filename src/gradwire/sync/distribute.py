@@ -53,8 +53,8 @@ def distribute(
     ...     optimizer.step()
     """
     world = current()
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    _check_arguments(model, optimizers, loader)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else [optimizer]
+    _check_arguments(model, optimizers, loader, plan)
     plan = plan or world.plan
     plan.check(world.size)
     group = world.group("data", channel=f"gradients{world.next_serial()}")
@@ -173,7 +173,7 @@ def _latency_s(group: Group, device: torch.device) -> float:
     return median(seconds)
 
 
-def _check_arguments(model: object, optimizers: Sequence[object], loader: object) -> None:
+def _check_arguments(model: object, optimizers: Sequence[object], loader: object, plan: object) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"gw.distribute: model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -182,6 +182,10 @@ def _check_arguments(model: object, optimizers: Sequence[object], loader: object
         raise UsageError(
             f"gw.distribute: loader must be a gw.DataLoader, not {type(loader).__name__}; "
             "use gw.DataLoader(...) or gw.shard(torch_loader)"
+        )
+    if plan is not None and not isinstance(plan, Plan):
+        raise UsageError(
+            f"gw.distribute: plan must be a gw.Plan, not {type(plan).__name__}; see gw.Plan.from_toml for files"
         )
     if not optimizers:
         raise UsageError("gw.distribute: no optimizer given")
