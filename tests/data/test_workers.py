@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -206,7 +207,7 @@ def test_a_timeout_is_named():
             return 4
 
         def __getitem__(self, index):
-            signal.pause()
+            threading.Event().wait(1.5)
 
     with pytest.raises(DataError, match=r"samples \[0, 1\].*timed out after 0.5 s"):
         epoch_of(DataLoader(Stuck(), 2, shuffle=False, num_workers=1, timeout_s=0.5, world=world()))
