@@ -40,13 +40,15 @@ def run(lengths, batch_size, kind, accumulate=1, **how):
     return on_ranks(len(lengths), body)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+UNEVEN = [[5, 23, 1], [9, 9, 9], [4, 5, 30]]
+
+
 @pytest.mark.parametrize("kind", ["map", "stream"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("lengths", [[5, 23, 1], [9, 9, 9], [4, 5, 30]])
+@pytest.mark.parametrize(
+    ("lengths", "accumulate", "num_workers"),
+    [(lengths, accumulate, 0) for lengths in UNEVEN for accumulate in (1, 3)] + [(UNEVEN[0], 3, 2)],
+)
 def test_all_ranks_turn_alike_until_every_sample_is_used_once(kind, lengths, accumulate, num_workers):
-    if num_workers and (accumulate == 1 or lengths != [5, 23, 1]):
-        pytest.skip("one case with worker processes is enough")
     ranks = run(lengths, 12, kind, accumulate, num_workers=num_workers)
     assert len({len(turns) for turns in ranks}) == 1
     for rank, turns in enumerate(ranks):

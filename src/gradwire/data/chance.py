@@ -93,7 +93,7 @@ class Sample(Split):
     """
 
     fraction: float
-    weights: Sequence[float] | None = field(default=None, kw_only=True)
+    weights: Sequence[float] | None = None
     replacement: bool | None = field(default=None, kw_only=True)
     split: Split = field(default_factory=Uniform, kw_only=True)
 

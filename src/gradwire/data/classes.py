@@ -101,8 +101,8 @@ def coded(labels: Iterable[Label]) -> Indices:
         raise DataError(f"labels={labels!r} must hold one class per sample: a list, an array or a tensor")
     try:
         flat = np.asarray(labels if hasattr(labels, "__array__") else list(labels))
-    except ValueError as error:
-        raise DataError("labels must be one class per sample; the entries have different lengths") from error
+    except (TypeError, ValueError) as error:  # ragged lists; tensors that are not on the CPU
+        raise DataError(f"labels must be one class per sample, flat and on the CPU: {error}") from error
     if flat.ndim != 1:
         raise DataError(f"labels have shape {flat.shape}; give one class per sample, e.g. labels.argmax(1) for one-hot")
     if not len(flat):

@@ -18,7 +18,8 @@ from gradwire.data.random_states import RandomStates, generators_of
 from gradwire.data.sources import Pair, Reading, StreamSource, pairs, started, torch_loader
 from gradwire.data.split import Uniform
 from gradwire.data.turns import Position, Seat, Turn, deal, resumed
-from gradwire.data.workers import Feed, Watch
+from gradwire.data.watch import Watch
+from gradwire.data.workers import Feed
 from gradwire.errors import DataError
 
 UNIFORM = Uniform()
@@ -128,7 +129,7 @@ class SamplerSource:
         group = loader_group(self._world) if seat.size > 1 else None
         # iter() here and now: some samplers draw in it
         self._feed.ask(lambda: dealt(iter(batch_sampler), group, random, at, seat))
-        return pairs(started(self._torch), self._feed, self._watch)
+        return pairs(started(self._torch, self._watch), self._feed, self._watch)
 
     def num_turns(self, epoch: int, seat: Seat) -> int:
         """Exact for a batch size; with a custom batch sampler, as if all batches were large enough for every rank."""

@@ -18,7 +18,8 @@ from gradwire.data.epoch import Recipe, Words, worker_seed
 from gradwire.data.random_states import RandomStates
 from gradwire.data.stream import StreamReader, Task, Window
 from gradwire.data.turns import Position, Seat, Turn, resumed
-from gradwire.data.workers import Feed, Watch, WorkerStart, name_deaths
+from gradwire.data.watch import Watch, name_deaths
+from gradwire.data.workers import Feed, WorkerStart
 
 Collate = Callable[[list[object]], object]
 Pair = tuple[Turn, object]
@@ -112,7 +113,7 @@ class MapSource(RecipeState):
         self.seeded(at.epoch)
         recipe = self._recipe
         self._feed.ask(lambda: recipe.turns(at, seat))
-        return pairs(started(self._torch), self._feed, self._watch)
+        return pairs(started(self._torch, self._watch), self._feed, self._watch)
 
 
 class StreamSource(RecipeState):
@@ -141,9 +142,9 @@ class StreamSource(RecipeState):
         run = self._run
         self._feed.ask(lambda: (Task(run=run, epoch=at.epoch, step=step, seat=seat) for step in count(at.step)))
         if self._draws is None:
-            return self._pairs(started(self._torch), at)
+            return self._pairs(started(self._torch, self._watch), at)
         self._draws.at_start()
-        batches = started(self._torch)
+        batches = started(self._torch, self._watch)
         self._draws.go_on()
         return self._pairs(batches, at)
 
@@ -191,11 +192,11 @@ def torch_loader(
     )
 
 
-def started(loader: TorchDataLoader[Any]) -> Iterator[Any]:
+def started(loader: TorchDataLoader[Any], watch: Watch) -> Iterator[Any]:
     """torch's own iterator, its workers' deaths named."""
     batches = iter(loader)
     if loader.num_workers:
-        name_deaths()
+        name_deaths(watch)
     return batches
 
 

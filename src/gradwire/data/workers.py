@@ -6,23 +6,18 @@ import ctypes
 import multiprocessing
 import os
 import random
-import re
 import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Generic, Protocol, TypeVar
-from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler, get_worker_info
 
 from gradwire.data.order import Stream, raw
-from gradwire.errors import DataError, GradwireError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -117,87 +112,3 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it died before we asked
         os._exit(1)
-
-
-class Watch:
-    """Names failures of reading: rank, worker, samples. Lives as long as its loader."""
-
-    def __init__(self, feed: Feed[Readable], *, rank: int, num_workers: int) -> None:
-        self.rank, self.num_workers, self.feed = rank, num_workers, feed
-        self.pids: MutableSequence[int] = multiprocessing.RawArray("q", num_workers) if num_workers else []
-        if num_workers:
-            _watches.add(self)
-
-    def next(self, batches: Iterator[D], end: D) -> D:
-        """The next of torch's batches, or ``end``. Raises DataError for whatever the data set or a worker did."""
-        try:
-            return next(batches)
-        except StopIteration as stop:
-            if not self.feed.pending:
-                return end
-            raise self._failed(stop) from stop
-        except Exception as error:
-            # no local may hold an error: its traceback would hold the frame, and that the workers, in a cycle
-            if isinstance(error.__cause__, DataError):  # torch's word over what our signal handler raised
-                raise DataError(str(error.__cause__)) from error.__cause__.__cause__
-            if isinstance(error, GradwireError) and not str(error).startswith("Caught "):
-                raise  # ours already; torch's wrapping of what a worker raised begins with "Caught"
-            raise self.dead(error) or self._failed(error) from error
-
-    def dead(self, error: Exception) -> DataError | None:
-        """What to say if ``error`` is torch's word about the death of one of our workers; else None."""
-        found = re.search(r"DataLoader worker \(pid(?:\(s\))? (\d+)[^)]*\)(.*)", str(error))
-        pids = list(self.pids)
-        if found is None or int(found[1]) not in pids:
-            return None
-        worker = pids.index(int(found[1]))
-        item = self.feed.read_by(worker, self.num_workers)
-        return DataError(
-            f"rank {self.rank}: loader worker {worker} (pid {found[1]}) {found[2].strip(' .') or 'died'} while it read "
-            f"{item.words() if item else 'nothing'}; if the kernel killed it for memory, lower num_workers or "
-            "prefetch_factor, else run with num_workers=0 to see the cause"
-        )
-
-    def _failed(self, error: Exception) -> DataError:
-        lines = str(error).strip().splitlines() or [""]
-        worker = re.match(r"Caught \w+ in DataLoader worker process (\d+)", lines[0])
-        cause = lines[-1] if worker else f"{type(error).__name__}: {lines[0]}"
-        where = f"in loader worker {worker[1]}" if worker else "in this process"
-        item = self.feed.pending[0].words() if self.feed.pending else "the data"
-        return DataError(
-            f"rank {self.rank}: reading {item} failed {where}: {cause}; "
-            "repair or leave out the sample, or catch the error in the data set"
-        )
-
-
-_watches: WeakSet[Watch] = WeakSet()
-
-
-def name_deaths() -> None:
-    """Let torch's SIGCHLD handler, which may raise anywhere in the main thread, raise our words instead.
-
-    Call it after torch has started workers. Other loaders' workers are reported as torch does.
-    """
-    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
-        return
-    theirs = signal.getsignal(signal.SIGCHLD)
-    if callable(theirs) and not isinstance(theirs, _Named):
-        signal.signal(signal.SIGCHLD, _Named(theirs))
-
-
-class _Named:
-    def __init__(self, theirs: Callable[[int, FrameType | None], object]) -> None:
-        self._theirs = theirs
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        try:
-            self._theirs(number, frame)
-        except RuntimeError as error:
-            if not _ours(error):
-                raise
-            raise _ours(error)[0] from error
-
-
-def _ours(error: RuntimeError) -> list[DataError]:
-    """The error in our words, if it tells of one of our workers."""
-    return [named for watch in list(_watches) if (named := watch.dead(error)) is not None]
