@@ -27,7 +27,7 @@ from gradwire.sync.weighting import Weighting
 
 def distribute(
     model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: Optimizer | list[Optimizer] | tuple[Optimizer, ...],
     loader: MicrobatchSource | None = None,
     *,
     plan: Plan | None = None,
@@ -53,7 +53,7 @@ def distribute(
     ...     optimizer.step()
     """
     world = current()
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else [optimizer]
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     _check_arguments(model, optimizers, loader, plan)
     plan = plan or world.plan
     plan.check(world.size)
