@@ -183,7 +183,8 @@ class Heartbeat:
         self._decided.set()
         self._settled.set()
         if self.reports and verdict.rank != self.rank:
-            print(f"gradwire: rank {self.rank} stops: {verdict.headline}", file=sys.stderr, flush=True)
+            line = f"gradwire: rank {self.rank} stops: {verdict.headline}\n"
+            print(line, end="", file=sys.stderr, flush=True)  # one write: the ranks share this stderr
         threading.Thread(target=self._end_late, name="gradwire-end", daemon=True).start()
         for callback in callbacks:
             callback()
@@ -235,7 +236,8 @@ def _frames(frame: FrameType | None) -> list[Frame]:
     """Innermost first, 30 at most."""
     frames: list[Frame] = []
     while frame is not None and len(frames) < MAX_FRAMES:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        line = frame.f_lineno or frame.f_code.co_firstlineno  # None between two lines
+        frames.append((frame.f_code.co_filename, line, frame.f_code.co_qualname))
         frame = frame.f_back
     return frames
 
