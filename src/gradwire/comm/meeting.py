@@ -150,7 +150,13 @@ def _store(host: str, port: int, listen_fd: int | None, world_size: int, serve: 
 
 def _listen(host: str, port: int) -> int:
     """A listening socket on that address only; torch's own store would listen on every interface."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except socket.gaierror as error:  # Slurm's node names need not be host names
+        raise LaunchError(
+            f"rank 0's host {host} has no address that can be found here ({error.strerror}); set MASTER_ADDR to an "
+            "address of rank 0's host on all ranks (export it before srun)"
+        ) from None
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -189,7 +189,8 @@ class Heartbeat:
         threading.Thread(target=self._end_late, name="gradwire-end", daemon=True).start()
         if self.reports and verdict.rank != self.rank:
             with suppress(OSError):  # a closed stderr must not keep the callbacks from being called
-                print(f"gradwire: rank {self.rank} stops: {verdict.headline}", file=sys.stderr, flush=True)
+                line = f"gradwire: rank {self.rank} stops: {verdict.headline}\n"
+                print(line, end="", file=sys.stderr, flush=True)  # one write: the ranks share this stderr
         for callback in callbacks:
             try:
                 callback()

@@ -20,7 +20,8 @@ def _frames(frame: FrameType | None) -> list[Frame]:
     """Innermost first, 30 at most."""
     frames: list[Frame] = []
     while frame is not None and len(frames) < MAX_FRAMES:
-        frames.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname))
+        line = frame.f_lineno or frame.f_code.co_firstlineno  # None between two lines
+        frames.append((frame.f_code.co_filename, line, frame.f_code.co_qualname))
         frame = frame.f_back
     return frames
 
