@@ -25,7 +25,7 @@ images, labels = rows[:, :64].reshape(-1, 1, 8, 8) / 16, rows[:, 64].long()
 held_out = slice(len(rows) - 360, None)
 
 with gw.init() as world:
-    torch.manual_seed(0)  # every process starts from the same weights; gradwire refuses to train if not
+    torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10)),

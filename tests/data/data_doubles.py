@@ -42,7 +42,7 @@ class Double(SimpleNamespace):
 
     @reading.setter
     def reading(self, loader: Any) -> None:
-        self._reading = weakref.ref(loader)
+        self._reading = None if loader is None else weakref.ref(loader)
 
 
 def world(rank: int = 0, size: int = 1, group: ThreadGroup | None = None) -> Any:

@@ -20,9 +20,10 @@ from gradwire.comm.traced import NoWatch, Watch, blame
 from gradwire.comm.wake import open_sockets, shut_sockets
 from gradwire.errors import LaunchError
 from gradwire.launch.coordinator import Coordinator
-from gradwire.launch.environment import Environment
+from gradwire.launch.environment import Environment, prefer_interface
 from gradwire.launch.excepthook import install_excepthook
 from gradwire.launch.heartbeat import Heartbeat
+from gradwire.launch.network import interface_for, resolve
 
 JOIN_TIMEOUT_S = 120.0
 Store = dist.Store
@@ -85,6 +86,8 @@ def meet(environment: Environment, device: torch.device) -> Meeting:
     try:
         store = dist.PrefixStore(f"gradwire/{environment.attempt}/{next(_WORLDS)}", _serve_or_join(environment))
         _claim_rank(store, environment)
+        if environment.control is None:  # our own launcher has chosen already
+            prefer_interface(interface_for(resolve(environment.store_host)))
         if heartbeat is None:
             coordinator, heartbeat = _embedded(environment, store)
         heartbeat.on_stop(lambda: shut_sockets(keep=before))

@@ -147,6 +147,7 @@ class World:
         for lane in self._lanes.values():
             lane.close()
         self._groups.clear()
+        self.reading = None  # a loader's workers must not linger in the cycle world -> loader -> world
         self._meeting.close()
         if _CURRENT.get() is self:
             _CURRENT.set(None)
@@ -192,9 +193,9 @@ def init(*, device: str | torch.device | None = None) -> World:
     return world
 
 
-def adopt(meeting: Meeting, *, plan: Plan | None = None) -> World:
+def adopt(meeting: Meeting, *, plan: Plan | None = None, device: str = "cpu") -> World:
     """A world on a meeting made by hand, current in this thread: for ranks that are threads."""
-    world = World(meeting, device=torch.device("cpu"), plan=plan or Plan())
+    world = World(meeting, device=_device(device, meeting.local_rank), plan=plan or Plan())
     _CURRENT.set(world)
     return world
 
@@ -209,7 +210,9 @@ def current() -> World:
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
     if device is None:
-        device = f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and torch.cuda.is_available():
+        device = f"cuda:{local_rank % torch.cuda.device_count()}"
     try:
         chosen = torch.device(device)
     except RuntimeError as error:

@@ -12,7 +12,7 @@ from typing import Literal
 from gradwire.errors import LaunchError
 from gradwire.launch.slurm import expand_counts, expand_hosts
 
-__all__ = ["Environment", "read_environment", "read_limits", "read_token", "worker_environment"]
+__all__ = ["Environment", "prefer_interface", "read_environment", "read_limits", "read_token", "worker_environment"]
 
 Launcher = Literal["solo", "gradwire", "torchrun", "slurm", "mpi", "environment"]
 TIMEOUT_S, HANG_S = 300.0, 5.0
@@ -76,6 +76,12 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
             "and MASTER_PORT too, or unset WORLD_SIZE to train alone"
         )
     return _environment(environ, "solo")
+
+
+def prefer_interface(name: str) -> None:
+    """Have Gloo use this network interface, unless GLOO_SOCKET_IFNAME says another; "" leaves the choice to Gloo."""
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def read_token(environ: Mapping[str, str] | None = None) -> str | None:

@@ -24,6 +24,8 @@ from gradwire.sync.fingerprint import compare, facts_of, plain_name
 from gradwire.sync.gradients import GradientSync
 from gradwire.sync.weighting import Weighting
 
+NUM_LANES = 2
+
 
 def distribute(
     model: nn.Module,
@@ -57,13 +59,14 @@ def distribute(
     _check_arguments(model, optimizers, loader, plan)
     plan = plan or world.plan
     plan.check(world.size)
-    group = world.group("data", channel=f"gradients{world.next_serial()}")
+    groups = _gradient_groups(world)
+    group = groups[0]
     compare(facts_of(model, plan, loader, [type(each).__name__ for each in optimizers]), group, world.device)
     if world.size > 1:
         broadcast_all([param.data for param in model.parameters()] + list(model.buffers()), group)
     if loader is not None:
         loader.attach(plan.accumulate)
-    sync = _gradient_sync(model, world, group, Weighting(world, loader), plan)
+    sync = _gradient_sync(model, world, groups, Weighting(world, loader), plan)
     frozen = [(plain_name(name), param) for name, param in model.named_parameters() if not param.requires_grad]
     handles = [_before_steps(each, sync, world, plan, frozen) for each in optimizers]
     handles.append(optimizers[0].register_step_post_hook(lambda *_: world.stepped()).remove)
@@ -76,7 +79,16 @@ def distribute(
     world.replace_attachment(id(model), detach)
 
 
-def _gradient_sync(model: nn.Module, world: World, group: Group, weighting: Weighting, plan: Plan) -> GradientSync:
+def _gradient_groups(world: World) -> list[Group]:
+    """A channel for each lane; NCCL needs one only, it keeps the wire busy by itself."""
+    serial = world.next_serial()
+    count = 1 if world.size == 1 or world.device.type == "cuda" else NUM_LANES
+    return [world.group("data", channel=f"gradients{serial}.{lane}") for lane in range(count)]
+
+
+def _gradient_sync(
+    model: nn.Module, world: World, groups: Sequence[Group], weighting: Weighting, plan: Plan
+) -> GradientSync:
     if plan.batch_norm == "sync" and world.size > 1:
         synchronise_batch_norm(model, world.group("data", channel=f"batchnorm{world.next_serial()}"), weighting)
     trained = [(plain_name(name), param) for name, param in model.named_parameters() if param.requires_grad]
@@ -85,11 +97,13 @@ def _gradient_sync(model: nn.Module, world: World, group: Group, weighting: Weig
         trained,
         world=world,
         plan=plan,
-        exchange=Exchange(group, world.lane(group.name), plan.reducer or AllReduce(), world.device),
+        exchange=Exchange(
+            [(group, world.lane(group.name)) for group in groups], plan.reducer or AllReduce(), world.device
+        ),
         weighting=weighting,
         buffers=BufferExchange(model, skip_statistics=plan.batch_norm == "sync"),
         sparse=frozenset(index for index, (_, param) in enumerate(trained) if id(param) in tables),
-        latency_s=_latency_s(group, world.device),
+        latency_s=_latency_s(groups[0], world.device),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,19 +32,23 @@ class Agreement:
 
 
 class Exchange:
-    """Runs on the lane's thread, in the order of the calls; only ``agree`` waits.
+    """Runs on the lanes' threads; only ``agree`` and ``measure`` wait.
+
+    Buckets take turns on the lanes, each a thread with a group of its own: while one waits for the wire's far end the
+    other's bytes fill it, and every reducer stays blocking and straight-line. Whatever is not a bucket runs on the first.
 
     The reducers' new states count only if the step is healthy: a step with a NaN anywhere leaves no trace in them.
     """
 
-    def __init__(self, group: Group, lane: Lane, reducer: Reducer, device: torch.device) -> None:
-        self._group = group
-        self._lane = lane
+    def __init__(self, routes: Sequence[tuple[Group, Lane]], reducer: Reducer, device: torch.device) -> None:
+        self._routes = routes
+        self._group, self._first = routes[0]
         self._reducer = reducer
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._step = 0
         self._factor: float | None = None
+        self._weighed = threading.Event()
         self._bad: list[str] = []
         self.sparse: dict[int, Tensor] = {}
         self.build(())
@@ -78,7 +83,10 @@ class Exchange:
         unit None: the total is known and the buckets hold n_r/N g already.
         """
         self._factor = None
-        if unit is not None:
+        self._weighed.clear()
+        if unit is None:
+            self._weighed.set()
+        else:
             self._submit(lambda: self._set_factor(count, unit))
 
     def buffers(self, buffers: BufferExchange, weight: float) -> None:
@@ -87,7 +95,8 @@ class Exchange:
 
     def bucket(self, index: int) -> None:
         """Bucket ``index`` is full: reduce it. Always called in index order."""
-        self._submit(lambda: self._reduce(index))
+        group, lane = self._routes[index % len(self._routes)]
+        self._submit(lambda: self._reduce(index, group), lane)
 
     def rows(self, index: int, grad: Tensor | None, like: Tensor, name: str) -> None:
         """Sum the sparse gradient of parameter ``index`` into ``self.sparse``."""
@@ -97,26 +106,29 @@ class Exchange:
         """Rank 0's figures, so that all ranks decide alike from them. Waits."""
         figures = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         self._submit(lambda: self._group.broadcast(figures))
-        self._lane.drain()
+        self._first.drain()
         return figures.tolist()
 
     def agree(self, present: Sequence[bool]) -> Agreement:
         """Wait for all of the above and one tiny all-reduce: who has a gradient, who met a NaN."""
         told: list[Agreement] = []
+        for _, lane in self._routes:
+            lane.drain()
         self._submit(lambda: told.append(self._agree(present)))
-        self._lane.drain()
+        self._first.drain()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._step += 1
         return told[0]
 
-    def _submit(self, task: Callable[[], object]) -> None:
+    def _submit(self, task: Callable[[], object], lane: Lane | None = None) -> None:
+        lane = lane or self._first
         if self._stream is None:
-            self._lane.submit(task)
+            lane.submit(task)
             return
         ready = torch.cuda.Event()
         ready.record()
-        self._lane.submit(lambda: self._on_stream(ready, task))
+        lane.submit(lambda: self._on_stream(ready, task))
 
     def _on_stream(self, ready: torch.cuda.Event, task: Callable[[], object]) -> None:
         with torch.cuda.stream(self._stream):
@@ -124,16 +136,20 @@ class Exchange:
             task()
 
     def _set_factor(self, count: float, unit: float) -> None:
-        total = float(self._group.all_reduce(torch.tensor([count], dtype=torch.float64, device=self._device)))
-        self._factor = unit / total if total else 0.0
+        try:
+            total = float(self._group.all_reduce(torch.tensor([count], dtype=torch.float64, device=self._device)))
+            self._factor = unit / total if total else 0.0
+        finally:
+            self._weighed.set()  # also when it failed: nobody must wait for ever
 
-    def _reduce(self, index: int) -> None:
+    def _reduce(self, index: int, group: Group) -> None:
         bucket = self._buckets[index]
+        self._weighed.wait()
         if self._factor is not None:
             bucket.flat.mul_(self._factor)
         if not bool(torch.isfinite(bucket.flat.sum())):
             self._note_nonfinite(bucket, self._offsets[index])
-        mean, self._next_states[index] = self._reducer.reduce(bucket, self._states[index], self._group, self._step)
+        mean, self._next_states[index] = self._reducer.reduce(bucket, self._states[index], group, self._step)
         if mean.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(mean)
 

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,22 +35,32 @@ def run_ranks(
     processes: bool = False,
     timeout_s: float = 60.0,
     plan: Plan | None = None,
+    device: str = "cpu",
 ) -> list[Result]:
     """Call ``function(world)`` on every rank of a world of ``num_ranks``; returns the results in rank order.
 
     processes: False gives threads (0.05 s for four ranks), each with a world of its own; True gives processes, for kills
     and for whatever needs a process to itself (``function`` must then be importable). timeout_s bounds the run and every
-    collective. Raises RankError, the first rank's exception chained, if any rank fails.
+    collective. device: ``"cuda"`` gives each rank a GPU of its own (with processes).
+    Raises RankError, the first rank's exception chained, if any rank fails.
 
     >>> run_ranks(3, lambda world: world.sum(world.rank))
     [3, 3, 3]
     """
-    if processes:
-        return _processes(num_ranks, function, timeout_s, plan)
-    return _threads(num_ranks, function, timeout_s, plan)
+    setting = _Setting(size=num_ranks, timeout_s=timeout_s, plan=plan, device=device)
+    return _processes(function, setting) if processes else _threads(function, setting)
 
 
-def _threads(num_ranks: int, function: Callable[[World], Result], timeout_s: float, plan: Plan | None) -> list[Result]:
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    size: int
+    timeout_s: float
+    plan: Plan | None
+    device: str
+
+
+def _threads(function: Callable[[World], Result], setting: _Setting) -> list[Result]:
+    num_ranks, timeout_s = setting.size, setting.timeout_s
     store, sockets = memory_store(), open_sockets()
     results: dict[int, Result] = {}
     failures: list[tuple[int, BaseException]] = []
@@ -57,7 +68,7 @@ def _threads(num_ranks: int, function: Callable[[World], Result], timeout_s: flo
 
     def body(rank: int) -> None:
         try:
-            result = _with_world(function, rank, num_ranks, store, timeout_s, plan)
+            result = _with_world(function, rank, store, setting)
             with changed:
                 results[rank] = result
                 changed.notify()
@@ -83,33 +94,23 @@ def _threads(num_ranks: int, function: Callable[[World], Result], timeout_s: flo
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _with_world(
-    function: Callable[[World], Result], rank: int, size: int, store: Store, timeout_s: float, plan: Plan | None
-) -> Result:
-    meeting = Meeting(rank=rank, size=size, local_rank=rank, local_size=size, store=store, timeout_s=timeout_s)
-    with adopt(meeting, plan=plan) as world:
+def _with_world(function: Callable[[World], Result], rank: int, store: Store, setting: _Setting) -> Result:
+    size = setting.size
+    meeting = Meeting(rank=rank, size=size, local_rank=rank, local_size=size, store=store, timeout_s=setting.timeout_s)
+    with adopt(meeting, plan=setting.plan, device=setting.device) as world:
         return function(world)
 
 
-def _process(
-    function: Callable[[World], Result],
-    rank: int,
-    size: int,
-    path: str,
-    timeout_s: float,
-    plan: Plan | None,
-    out: Connection,
-) -> None:
+def _process(function: Callable[[World], Result], rank: int, path: str, setting: _Setting, out: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        out.send((True, _with_world(function, rank, size, file_store(path, size), timeout_s, plan)))
+        out.send((True, _with_world(function, rank, file_store(path, setting.size), setting)))
     except BaseException:  # sent to the caller, who raises it
         out.send((False, traceback.format_exc()))
 
 
-def _processes(
-    num_ranks: int, function: Callable[[World], Result], timeout_s: float, plan: Plan | None
-) -> list[Result]:
+def _processes(function: Callable[[World], Result], setting: _Setting) -> list[Result]:
+    num_ranks, timeout_s = setting.size, setting.timeout_s
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gradwire.testing.ranks"])
     results: dict[int, Result] = {}
@@ -120,7 +121,7 @@ def _processes(
         children: list[BaseProcess] = []
         for rank in range(num_ranks):
             here, there = context.Pipe(duplex=False)
-            args = (function, rank, num_ranks, path, timeout_s, plan, there)
+            args = (function, rank, path, setting, there)
             child = context.Process(target=_process, args=args, daemon=True)
             child.start()
             there.close()
