@@ -77,7 +77,8 @@ def test_the_scripts_own_exit_code_is_the_launchers(tmp_path: Path) -> None:
     assert finish(start("run", "-n", "2", script)).code == 7
 
 
-def test_case_24_nothing_outlives_a_killed_launcher(tmp_path: Path, num_workers: int = 2) -> None:
+def test_case_24_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    num_workers = 2
     process = start("run", "-n", "2", write_script(tmp_path, num_workers=num_workers, epochs=200))
     wait_for_step(process)
     family = descendants(process.pid)
