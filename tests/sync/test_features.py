@@ -36,6 +36,32 @@ def vector(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
+def mean_square(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    F.mse_loss(model(x), y).backward()
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, batches, backward=mean_square, **zeroing: bool) -> Tensor:
+    """The loop of a user: the same lines for one plain process and for a rank."""
+    for batch in batches:
+        backward(model, *batch)
+        optimizer.step()
+        optimizer.zero_grad(**zeroing)
+    return vector(model)
+
+
+def fit_ranks(num_ranks: int, build, make, batches, backward=mean_square, plan: gw.Plan | None = None, **zeroing: bool):
+    """`fit` on every rank of a world: its weights, rank by rank."""
+
+    def run(world: World) -> Tensor:
+        model = build()
+        optimizer = make(model)
+        source = ListSource(batches, world)
+        gw.distribute(model, optimizer, source, plan=plan)
+        return fit(model, optimizer, source, backward, **zeroing)
+
+    return run_ranks(num_ranks, run, timeout_s=120)
+
+
 def assert_same(results: list[Tensor], truth: Tensor) -> None:
     for result in results:
         assert torch.equal(result, results[0])
@@ -44,50 +70,20 @@ def assert_same(results: list[Tensor], truth: Tensor) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_several_backwards_before_one_step_add_up(num_ranks: int) -> None:
-    model = mlp()
-    optimizer = sgd(model)
-    for x, y in BATCHES:
-        F.mse_loss(model(x), y).backward()
+    def twice(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        mean_square(model, x, y)
         (model(x) ** 2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    def run(world: World) -> Tensor:
-        ours = mlp()
-        steps = sgd(ours)
-        source = ListSource(BATCHES, world)
-        gw.distribute(ours, steps, source, plan=gw.Plan(bucket_bytes=128))
-        for x, y in source:
-            F.mse_loss(ours(x), y).backward()
-            (ours(x) ** 2).mean().backward()
-            steps.step()
-            steps.zero_grad()
-        return vector(ours)
-
-    assert_same(run_ranks(num_ranks, run), vector(model))
+    model = mlp()
+    truth = fit(model, sgd(model), BATCHES, twice)
+    assert_same(fit_ranks(num_ranks, mlp, sgd, BATCHES, twice, gw.Plan(bucket_bytes=128)), truth)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_either_way(set_to_none: bool) -> None:
     model = mlp()
-    optimizer = sgd(model)
-    for x, y in BATCHES:
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def run(world: World) -> Tensor:
-        ours = mlp()
-        steps = sgd(ours)
-        source = ListSource(BATCHES, world)
-        gw.distribute(ours, steps, source)
-        for x, y in source:
-            F.mse_loss(ours(x), y).backward()
-            steps.step()
-            steps.zero_grad(set_to_none=set_to_none)
-        return vector(ours)
-
-    assert_same(run_ranks(2, run), vector(model))
+    truth = fit(model, sgd(model), BATCHES)
+    assert_same(fit_ranks(2, mlp, sgd, BATCHES, set_to_none=set_to_none), truth)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -124,27 +120,24 @@ def test_no_sync_by_hand_equals_the_sum_of_means(num_ranks: int) -> None:
 def test_a_window_that_is_short_is_scaled_rightly(num_ranks: int, accumulate: int) -> None:
     batches = [(X[:7], Y[:7]), (X[7:8], Y[7:8]), (X[8:10], Y[8:10])]
     model = mlp()
-    optimizer = sgd(model)
-    for x, y in batches:
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    truth = fit(model, sgd(model), batches)
+    assert_same(fit_ranks(num_ranks, mlp, sgd, batches, plan=gw.Plan(accumulate=accumulate)), truth)
 
-    def run(world: World) -> Tensor:
-        ours = mlp()
-        steps = sgd(ours)
-        source = ListSource(batches, world)
-        gw.distribute(ours, steps, source, plan=gw.Plan(accumulate=accumulate))
+
+def test_the_weights_move_at_a_windows_last_microbatch_only() -> None:
+    def run(world: World) -> list[bool]:
+        model = mlp()
+        optimizer = sgd(model)
+        source = ListSource(BATCHES, world)
+        gw.distribute(model, optimizer, source, plan=gw.Plan(accumulate=2))
+        moved = []
         for x, y in source:
-            before = vector(ours)
-            F.mse_loss(ours(x), y).backward()
-            steps.step()
-            steps.zero_grad()
-            assert source.current is not None
-            assert torch.equal(vector(ours), before) is not source.current.last
-        return vector(ours)
+            before = vector(model)
+            fit(model, optimizer, [(x, y)])
+            moved.append(not torch.equal(vector(model), before))
+        return moved
 
-    assert_same(run_ranks(num_ranks, run), vector(model))
+    assert run_ranks(2, run) == [[False, True] * len(BATCHES)] * 2
 
 
 def test_two_optimizers_over_one_model_and_two_models() -> None:
@@ -200,29 +193,13 @@ def test_two_optimizers_over_one_model_and_two_models() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant: bool) -> None:
-    def forward(model: nn.Sequential, x: Tensor) -> Tensor:
-        hidden = model[0](x)
-        return model[4](checkpoint(model[1:4], hidden, use_reentrant=use_reentrant))
+    def backward(model: nn.Sequential, x: Tensor, y: Tensor) -> None:
+        hidden = checkpoint(model[1:4], model[0](x), use_reentrant=use_reentrant)
+        F.mse_loss(model[4](hidden), y).backward()
 
     model = mlp()
-    optimizer = sgd(model)
-    for x, y in BATCHES:
-        F.mse_loss(forward(model, x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def run(world: World) -> Tensor:
-        ours = mlp()
-        steps = sgd(ours)
-        source = ListSource(BATCHES, world)
-        gw.distribute(ours, steps, source, plan=gw.Plan(bucket_bytes=64))
-        for x, y in source:
-            F.mse_loss(forward(ours, x), y).backward()
-            steps.step()
-            steps.zero_grad()
-        return vector(ours)
-
-    assert_same(run_ranks(2, run), vector(model))
+    truth = fit(model, sgd(model), BATCHES, backward)
+    assert_same(fit_ranks(2, mlp, sgd, BATCHES, backward, gw.Plan(bucket_bytes=64)), truth)
 
 
 def test_a_gradient_penalty_leaves_the_agreed_gradient_alone() -> None:
@@ -332,26 +309,16 @@ def test_a_conditionally_used_branch() -> None:
             ]
             return self.common(x).mean() + torch.cat(sides).sum() / len(x)
 
+    def adam(model: nn.Module) -> torch.optim.AdamW:
+        return torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
+
+    def backward(model: nn.Module, x: Tensor) -> None:
+        model(x).backward()
+
     batches = [(X[i : i + 2],) for i in range(0, 24, 2)]
     model = Branch()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
-    for (x,) in batches:
-        model(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def run(world: World) -> Tensor:
-        ours = Branch()
-        steps = torch.optim.AdamW(ours.parameters(), lr=0.1, eps=1e-3)
-        source = ListSource(batches, world)
-        gw.distribute(ours, steps, source)
-        for (x,) in source:
-            ours(x).backward()
-            steps.step()
-            steps.zero_grad()
-        return vector(ours)
-
-    assert_same(run_ranks(2, run), vector(model))
+    truth = fit(model, adam(model), batches, backward)
+    assert_same(fit_ranks(2, Branch, adam, batches, backward), truth)
 
 
 def test_other_buffers_follow_rank_0_when_they_change() -> None:
@@ -389,45 +356,19 @@ def test_local_batch_norm_averages_by_samples() -> None:
     assert run_ranks(2, run) == [(pytest.approx((4 * 5 + 100) / 6), 1.0)] * 2
 
 
-@pytest.mark.slow
-def test_a_compiled_model() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model(backend: str) -> None:
     model = mlp()
-    optimizer = sgd(model)
-    for x, y in BATCHES:
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def run(world: World) -> Tensor:
-        compiled = torch.compile(mlp(), backend="aot_eager", dynamic=True)
-        steps = sgd(compiled)
-        source = ListSource(BATCHES, world)
-        gw.distribute(compiled, steps, source)
-        for x, y in source:
-            F.mse_loss(compiled(x), y).backward()
-            steps.step()
-            steps.zero_grad()
-        return vector(compiled)
-
+    truth = fit(model, sgd(model), BATCHES)
     for num_ranks in (1, 2):
-        assert_same(run_ranks(num_ranks, run, processes=False, timeout_s=120), vector(model))
+        ranks = fit_ranks(num_ranks, lambda: torch.compile(mlp(), backend=backend, dynamic=True), sgd, BATCHES)
+        assert_same(ranks, truth)
 
 
 def test_the_bucket_size_follows_measurement_without_changing_the_bits() -> None:
-    def run(world: World, bucket_bytes: int | None) -> Tensor:
-        ours = mlp()
-        steps = sgd(ours)
-        source = ListSource(BATCHES * 4, world)
-        gw.distribute(ours, steps, source, plan=gw.Plan(bucket_bytes=bucket_bytes))
-        for x, y in source:
-            F.mse_loss(ours(x), y).backward()
-            steps.step()
-            steps.zero_grad()
-        return vector(ours)
-
-    measured = run_ranks(3, lambda world: run(world, None))
+    measured = fit_ranks(3, mlp, sgd, BATCHES * 4)[0]
     for size in (64, 200, 1 << 20):
-        assert torch.equal(run_ranks(3, lambda world, size=size: run(world, size))[0], measured[0])
+        assert torch.equal(fit_ranks(3, mlp, sgd, BATCHES * 4, plan=gw.Plan(bucket_bytes=size))[0], measured)
 
 
 def test_an_unknown_loader_is_refused_rather_than_weighed_wrongly() -> None:
