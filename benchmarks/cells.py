@@ -54,9 +54,9 @@ CELLS = {
     cell.name: cell
     for cell in (
         Cell(name="solo", ranks=1, rate_mbit=None, steps=10, warm_up=4),
-        Cell(name="loopback", ranks=2, rate_mbit=None, steps=10, warm_up=4),
-        Cell(name="lab-1000", ranks=2, rate_mbit=1000, steps=10, warm_up=4),
-        Cell(name="lab-100", ranks=2, rate_mbit=100, steps=4, warm_up=2),
+        Cell(name="loopback", ranks=2, rate_mbit=None, steps=7, warm_up=4),
+        Cell(name="lab-1000", ranks=2, rate_mbit=1000, steps=7, warm_up=4),
+        Cell(name="lab-100", ranks=2, rate_mbit=100, steps=2, warm_up=1),
     )
 }
 PLAIN = Variant(name="plain", script="train_plain.py")

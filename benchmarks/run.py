@@ -37,7 +37,7 @@ from benchmarks.lab.line import measure as measure_line
 from benchmarks.models import WORKLOADS
 from benchmarks.report import keep, markdown, step_s, summarize
 
-SWEEP_MB = (1, 2, 8, 25)
+SWEEP_MB = (1, 4, 25)
 RESULTS = ROOT / "benchmarks/results"
 
 

@@ -70,7 +70,11 @@ WRONG = {
     "on_nonfinite": (lambda: gw.Plan(on_nonfinite="ignore"), gw.PlanError, "allowed: skip, stop"),  # type: ignore[arg-type]
     "two at once": (lambda: gw.Plan(accumulate=0, batch_norm="x"), gw.PlanError, "accumulate=0 .*; batch_norm='x'"),  # type: ignore[arg-type]
     "file: unknown key": (lambda: gw.Plan.from_toml("acumulate = 2"), gw.PlanError, "unknown key 'acumulate'; allowed"),
-    "file: no TOML": (lambda: gw.Plan.from_toml("accumulate 2", where="p.toml"), gw.PlanError, "p.toml is not TOML"),
+    "file: no TOML": (
+        lambda: gw.Plan.from_toml("accumulate 2", where="p.toml"),
+        gw.PlanError,
+        "p.toml is not valid TOML",
+    ),
     "file: text for number": (lambda: gw.Plan.from_toml("accumulate = '2'"), gw.PlanError, "accumulate='2' must be"),
     "file: bad axis": (lambda: gw.Plan.from_toml("[mesh]\nring = 2"), gw.PlanError, "unknown mesh axis 'ring'"),
     "partition of -1": (lambda: Partition.even(-1, 2), gw.UsageError, "cannot part -1 items"),

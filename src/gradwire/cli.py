@@ -11,15 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from gradwire.core.plan import AXES, BATCH_NORM_RULES, NONFINITE_RULES, Plan
 from gradwire.errors import GradwireError, UsageError
 from gradwire.launch.job import Job, run_job
 from gradwire.launch.output import OutputMode
 
 __all__ = ["main"]
-
-AXES = ("data",)
-BATCH_NORM = ("local", "sync")
-ON_NONFINITE = ("skip", "stop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,8 +74,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--plan", metavar="FILE", type=Path, help="the plan, TOML")
     run.add_argument("--mesh", metavar="data=N", type=_mesh, help="sizes of the mesh axes")
     run.add_argument("--accumulate", metavar="K", type=_count, help="micro-batches a step")
-    run.add_argument("--batch-norm", choices=BATCH_NORM, help="statistics of one rank, or of all")
-    run.add_argument("--on-nonfinite", choices=ON_NONFINITE, help="what a NaN or inf in a gradient does")
+    run.add_argument("--batch-norm", choices=BATCH_NORM_RULES, help="statistics of one rank, or of all")
+    run.add_argument("--on-nonfinite", choices=NONFINITE_RULES, help="what a NaN or inf in a gradient does")
     run.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after a hang this long (default 300 s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
     run.add_argument("program", metavar="SCRIPT", help="a Python script, or a module with -m")
@@ -145,20 +142,27 @@ def _plan_text(options: argparse.Namespace) -> str | None:
     wanted = {"accumulate": options.accumulate, "batch_norm": options.batch_norm, "on_nonfinite": options.on_nonfinite}
     given = {name: value for name, value in wanted.items() if value is not None}
     if options.plan is not None and not given and options.mesh is None:
-        return _read_plan(options.plan)[0]
+        text = _read_plan(options.plan)[0]
+        if options.nodes == 1:
+            Plan.from_toml(text).check(options.n)
+        return text
     if options.mesh is not None:
         given["mesh"] = options.mesh
-    return _to_toml({**plan, **given}) if plan or given else None
+    text = _to_toml({**plan, **given}) if plan or given else None
+    if text is not None and options.nodes == 1:
+        Plan.from_toml(text).check(options.n)
+    return text
 
 
 def _read_plan(file: Path) -> tuple[str, dict[str, object]]:
     try:
         text = file.read_text()
-        return text, tomllib.loads(text)
     except OSError as error:
         raise UsageError(f"the plan {file} cannot be read ({error.strerror}): give a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UsageError(f"the plan {file} is not valid TOML: {error}") from error
+    Plan.from_toml(text, where=f"the plan {file}")
+    return text, tomllib.loads(text)
 
 
 def _to_toml(table: dict[str, object], prefix: str = "") -> str:
@@ -177,8 +181,6 @@ def _key(key: str) -> str:
 
 def _show(options: argparse.Namespace) -> int:
     text, _ = _read_plan(options.file)
-    from gradwire.core.plan import Plan  # only here: it may import torch, which `gradwire run` must not
-
     plan = Plan.from_toml(text)
     if options.n is not None:
         plan.check(options.n)

@@ -430,3 +430,141 @@ def test_the_model_is_the_users_again_after_the_world_closed() -> None:
     models[0](X).sum().backward()
     for ours, plain in zip(models[0].parameters(), model.parameters(), strict=True):
         assert torch.equal(ours.grad, plain.grad)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A stream without a length."""
+
+    def __iter__(self):
+        return zip(X, Y, strict=True)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_stream_without_a_length_trains(num_ranks: int) -> None:
+    model = mlp()
+    truth = fit(model, sgd(model), [(X[:10], Y[:10]), (X[10:20], Y[10:20]), (X[20:], Y[20:])])
+
+    def run(world: World) -> Tensor:
+        ours = mlp()
+        optimizer = sgd(ours)
+        loader = gw.DataLoader(Stream(), 10)
+        gw.distribute(ours, optimizer, loader)
+        return fit(ours, optimizer, loader)
+
+    assert_same(run_ranks(num_ranks, run), truth)
+
+
+def weighed(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    gw.weight(len(x))
+    hidden = checkpoint(model[:2], x, use_reentrant=True)
+    hidden = checkpoint(model[2:4], hidden, use_reentrant=True)
+    F.mse_loss(model[4](hidden), y).backward()
+
+
+def test_a_count_holds_for_every_backward_of_a_reentrant_checkpoint() -> None:
+    batches = [(x.clone().requires_grad_(), y) for x, y in BATCHES]
+    model = mlp()
+    truth = fit(model, sgd(model), batches)
+    for accumulate in (1, 2):
+        assert_same(fit_ranks(2, mlp, sgd, batches, weighed, gw.Plan(accumulate=accumulate)), truth)
+
+
+def test_a_rank_that_skips_its_empty_part_while_others_count() -> None:
+    batches = [(X[:8], Y[:8]), (X[8:9], Y[8:9]), (X[9:], Y[9:])]
+    model = mlp()
+    truth = fit(model, sgd(model), batches)
+
+    def run(world: World) -> Tensor:
+        ours = mlp()
+        optimizer = sgd(ours)
+        source = ListSource(batches, world)
+        gw.distribute(ours, optimizer, source)
+        for x, y in source:
+            assert source.current is not None
+            if source.current.samples:
+                gw.weight(source.current.samples)
+                mean_square(ours, x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+        return vector(ours)
+
+    assert_same(run_ranks(2, run), truth)
+
+
+def test_counts_on_some_ranks_only_are_refused_on_all() -> None:
+    def run(world: World) -> str:
+        model = mlp()
+        gw.distribute(model, sgd(model))
+        if world.rank:
+            gw.weight(3)
+        with pytest.raises(gw.UsageError) as caught:
+            mean_square(model, X, Y)
+        return str(caught.value)
+
+    assert all("on some ranks only" in text for text in run_ranks(2, run, timeout_s=20))
+
+
+def test_ranks_at_different_batches_are_refused_naming_both() -> None:
+    def run(world: World) -> str:
+        model = mlp()
+        source = ListSource(BATCHES, world)
+        gw.distribute(model, sgd(model), source)
+        with pytest.raises(gw.MismatchError) as caught:
+            for step, (x, y) in enumerate(source):
+                if step or not world.rank:
+                    mean_square(model, x, y)
+        return str(caught.value)
+
+    for text in run_ranks(2, run, timeout_s=20):
+        assert "rank 0 is at epoch 0 batch 0 micro-batch 0, rank 1 at epoch 0 batch 1 micro-batch 0" in text
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_lbfgs_decides_by_everybodys_loss(num_ranks: int, search: str | None) -> None:
+    def solve(model: nn.Module, optimizer: torch.optim.LBFGS, batches) -> Tensor:
+        for x, y in batches:
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return vector(model)
+
+    def lbfgs(model: nn.Module) -> torch.optim.LBFGS:
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5, line_search_fn=search)
+
+    alone = mlp()
+    truth = solve(alone, lbfgs(alone), BATCHES)
+
+    def run(world: World) -> Tensor:
+        ours = mlp()
+        optimizer = lbfgs(ours)
+        source = ListSource(BATCHES, world)
+        gw.distribute(ours, optimizer, source)
+        return solve(ours, optimizer, source)
+
+    ranks = run_ranks(num_ranks, run)
+    assert all(torch.equal(rank, ranks[0]) for rank in ranks)
+    torch.testing.assert_close(ranks[0], truth, rtol=1e-8, atol=1e-9)  # it divides by small differences of gradients
+
+
+def two_losses(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    gw.weight(len(x))
+    mean_square(model, x, y)
+    (model(x) ** 2).mean().backward()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_two_losses_of_a_counted_micro_batch_count_it_once(num_ranks: int) -> None:
+    def plain(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        mean_square(model, x, y)
+        (model(x) ** 2).mean().backward()
+
+    model = mlp()
+    truth = fit(model, sgd(model), BATCHES, plain)
+    for accumulate in (1, 2):
+        assert_same(fit_ranks(num_ranks, mlp, sgd, BATCHES, two_losses, gw.Plan(accumulate=accumulate)), truth)

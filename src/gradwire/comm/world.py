@@ -121,7 +121,8 @@ class World:
     def sum(self, value: Number) -> Number:
         """``value`` summed over the ranks: a number, or a tensor of one shape and dtype (a new one is returned)."""
         if isinstance(value, Tensor):
-            return self.group().all_reduce(value.detach().clone().contiguous())
+            total = self.group().all_reduce(value.detach().to(self.device, copy=True).contiguous())
+            return total.to(value.device)
         if not isinstance(value, int | float):
             raise UsageError(f"gw.sum takes a number or a tensor, not {type(value).__name__}")
         dtype = torch.float64 if isinstance(value, float) else torch.int64

@@ -5,11 +5,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from gradwire.core.policy import EveryStep, SyncPolicy
-from gradwire.core.reducer import Reducer
 from gradwire.errors import PlanError
+
+if TYPE_CHECKING:  # the launcher checks plans too, and must start without torch
+    from gradwire.core.reducer import Reducer
 
 BatchNormRule = Literal["local", "sync"]
 NonFiniteRule = Literal["skip", "stop"]
@@ -100,7 +102,7 @@ class Plan:
         try:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise PlanError(f"{where} is not TOML: {error}") from error
+            raise PlanError(f"{where} is not valid TOML: {error}") from error
         unknown = [key for key in table if key not in TOML_KEYS]
         if unknown:
             raise PlanError(f"{where} has unknown key {unknown[0]!r}; allowed: {', '.join(TOML_KEYS)}")

@@ -132,17 +132,20 @@ class DataLoader:
     def _yielded(self, pairs: Iterator[Pair], epoch: int) -> Iterator[Any]:
         if self._source.local and self._seat.lockstep:
             pairs = agree(pairs, loader_group(self._world), self._seat.accumulate)
-        while True:
-            with self._world.clock.waiting_for_data():
-                pair = next(pairs, None)
-            if pair is None:
-                break
-            turn, data = pair
-            self._current, self._position, self._untouched = turn.micro, following(turn.micro), False
-            self._world.reading = self
-            yield data
+        try:
+            while True:
+                with self._world.clock.waiting_for_data():
+                    pair = next(pairs, None)
+                if pair is None:
+                    break
+                turn, data = pair
+                self._current, self._position, self._untouched = turn.micro, following(turn.micro), False
+                self._world.reading = self
+                yield data
+        finally:
+            if self._world.reading is self:
+                self._world.reading = None  # also after a break: it feeds nobody's backward any more
         self._position, self._untouched = Position(epoch=epoch + 1), True
-        self._world.reading = None
 
     def state_dict(self) -> dict[str, object]:
         """Where the loop stands: what was yielded counts, not what was prefetched. Plain JSON-able values.

@@ -224,9 +224,10 @@ class Roster:
     def _left(self, left: Member, waiter: Member, waiting: Waiting) -> Verdict:
         wait = f"{waiter.who} waits in {waiting.op} #{waiting.seq} of {waiting.group}"
         what = f"left{at_step(left.step)} ({left.left_how}) while {wait}"
+        if left.left_code:
+            return self._verdict(left.rank, what, exit_code=left.left_code)
         cure = "cure: let every rank take the same number of steps, or end the loop on all ranks together"
-        exit_code = left.left_code or 1
-        return self._verdict(left.rank, what, cure=cure, detail=self._seen(waiter.rank), exit_code=exit_code)
+        return self._verdict(left.rank, what, cure=cure, detail=self._seen(waiter.rank))
 
     def _seen(self, rank: int) -> str:
         stack = self.members[rank].stack

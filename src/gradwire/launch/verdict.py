@@ -88,6 +88,8 @@ class Exit:
         """What to do, where the way it died tells."""
         if "memory" in self.note:
             return "cure: a smaller batch_size, more accumulation, fewer ranks on this host, or a higher memory limit"
+        if self.code == -signal.SIGKILL:
+            return "cure: if nobody killed it, look for an out-of-memory kill in the kernel's log (dmesg)"
         return ""
 
 

@@ -41,7 +41,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        count = 0 if self._weighting.current().count == 0 else input.numel() // input.shape[1]
+        count = 0 if self._weighting.stand_in else input.numel() // input.shape[1]
         output, mean, variance, total = _Normalise.apply(
             input, self.weight, self.bias, self.eps, count, self._group, self._weighting
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gradwire.core.reducer import Link
+
 START_BUCKET_BYTES = 2 << 20
 MIN_BUCKET_BYTES = 512 << 10
 MAX_BUCKET_BYTES = 32 << 20
@@ -82,16 +84,20 @@ def _closed(slots: list[Slot]) -> BucketSpec:
     return BucketSpec(slots=tuple(slots), numel=_end(slots[-1]))
 
 
-def best_bucket_bytes(total_bytes: int, *, latency_s: float, backward_s: float) -> int:
-    """The size that leaves the least exposed: ``total sqrt(latency / backward)``, within 0.5 to 32 MiB.
+def best_bucket_bytes(total_bytes: int, link: Link, *, backward_s: float) -> int:
+    """The size that leaves the least exposed, within 0.5 to 32 MiB.
 
-    Many small buckets cost a latency each; few large ones leave a long tail after backward. Minimising
-    ``T_c / nb + nb latency`` at a bandwidth where exchange and backward take equally long gives this rule.
+    With nb buckets about ``T_c / nb + nb latency`` stays exposed when backward outlasts the exchange, and
+    ``T_c - T_b + T_b / nb + nb latency`` when it does not (T_c the exchange's, T_b backward's seconds); either way the best
+    nb is ``sqrt(min(T_c, T_b) / latency)``.
 
-    >>> best_bucket_bytes(45_000_000, latency_s=300e-6, backward_s=0.28) // 1000
+    >>> gigabit = Link(latency_s=300e-6, bandwidth_bytes_per_s=119e6, num_ranks=2)
+    >>> best_bucket_bytes(45_000_000, gigabit, backward_s=0.28) // 1000
     1472
     """
-    if backward_s <= 0:
+    exchange_s = link.ring_factor * total_bytes / link.bandwidth_bytes_per_s
+    hidden_s = min(exchange_s, backward_s)
+    if hidden_s <= 0 or link.latency_s <= 0:
         return START_BUCKET_BYTES
-    wanted = total_bytes * math.sqrt(max(latency_s, 0.0) / backward_s)
+    wanted = total_bytes * math.sqrt(link.latency_s / hidden_s)
     return int(min(max(wanted, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.comm.world import World, current
 from gradwire.core.group import Group
 from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan
+from gradwire.core.reducer import Link
 from gradwire.errors import NonFiniteError, UsageError
 from gradwire.sync.allreduce import AllReduce
 from gradwire.sync.batchnorm import synchronise_batch_norm
@@ -25,6 +29,7 @@ from gradwire.sync.gradients import GradientSync
 from gradwire.sync.weighting import Weighting
 
 NUM_LANES = 2
+PROBE_BYTES = 1 << 20
 
 
 def distribute(
@@ -103,7 +108,7 @@ def _gradient_sync(
         weighting=weighting,
         buffers=BufferExchange(model, skip_statistics=plan.batch_norm == "sync"),
         sparse=frozenset(index for index, (_, param) in enumerate(trained) if id(param) in tables),
-        latency_s=_latency_s(groups[0], world.device),
+        link=_measured_link(groups[0], world.device),
     )
 
 
@@ -113,17 +118,35 @@ def _before_steps(
     """Before each step: join an exchange this rank would miss; skip or stop, all ranks alike, on a NaN."""
     seen = sync.rounds
 
-    def before(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def before(
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         nonlocal seen
         sync.refuse_new_parameters(frozen)
-        closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))  # args[0] is the optimizer
-        if sync.rounds == seen and world.size > 1 and not closure:
+        closure = next((value for value in (*args[1:], kwargs.get("closure")) if callable(value)), None)
+        if closure is None and sync.rounds == seen and world.size > 1:
             sync.take_part()
         seen = sync.rounds
+        sync.stepped()
         if sync.nonfinite:
             _refuse_nonfinite(optimizer, sync.nonfinite, world, plan)
+        # args[0] is the optimizer. A rank must not decide by its own loss (LBFGS does): it gets the mean over ranks.
+        return None if closure is None or world.size == 1 else ((args[0], _agreed_loss(closure, sync, world)), {})
 
     return optimizer.register_step_pre_hook(before).remove
+
+
+def _agreed_loss(closure: Callable[[], Tensor | float], sync: GradientSync, world: World) -> Callable[[], Tensor]:
+    """``closure``, returning the mean of the ranks' losses, weighed as their gradients are."""
+
+    def agreed() -> Tensor:
+        loss = torch.as_tensor(closure(), device=world.device).detach()
+        count = sync.count
+        mine = [float(loss) * count if count else 0.0, count]
+        total, whole = world.sum(torch.tensor(mine, dtype=torch.float64, device=world.device)).tolist()
+        return torch.tensor(total / whole if whole else 0.0, dtype=loss.dtype, device=world.device)
+
+    return agreed
 
 
 def _refuse_nonfinite(optimizer: Optimizer, where: tuple[str, ...], world: World, plan: Plan) -> None:
@@ -162,8 +185,8 @@ def no_sync() -> Generator[None]:
 def weight(count: float) -> None:
     """Say what this rank's next backward counts, e.g. the tokens its mean loss is over; all ranks must call it.
 
-    count: >= 0 and finite. The agreed gradient is sum(count g) / sum(count) over ranks, and over the micro-batches of an
-    accumulation window.
+    It holds until the optimizer steps or the loader moves on. count: >= 0 and finite. The agreed gradient is
+    sum(count g) / sum(count) over ranks, and over the micro-batches of an accumulation window.
 
     >>> import gradwire as gw
     >>> with gw.init():
@@ -175,16 +198,21 @@ def weight(count: float) -> None:
     current().set_weight(value)
 
 
-def _latency_s(group: Group, device: torch.device) -> float:
-    """Seconds of an 8-byte all-reduce, the median of ten."""
+def _measured_link(group: Group, device: torch.device) -> Link:
+    """The group's link: the median of ten 8-byte all-reduces, the better of two of 1 MiB."""
     if group.size == 1:
-        return 0.0
-    probe, seconds = torch.zeros(1, dtype=torch.float64, device=device), list[float]()
-    for _ in range(10):
-        began_s = time.monotonic()
-        float(group.all_reduce(probe))
-        seconds.append(time.monotonic() - began_s)
-    return median(seconds)
+        return Link(latency_s=0.0, bandwidth_bytes_per_s=math.inf, num_ranks=1)
+    latency_s = median(_all_reduce_s(group, torch.zeros(1, dtype=torch.float64, device=device)) for _ in range(10))
+    probe = torch.zeros(PROBE_BYTES // 4, device=device)
+    seconds = min(_all_reduce_s(group, probe) for _ in range(2)) - latency_s
+    unit = Link(latency_s=latency_s, bandwidth_bytes_per_s=1.0, num_ranks=group.size)
+    return replace(unit, bandwidth_bytes_per_s=unit.ring_factor * PROBE_BYTES / max(seconds, 1e-6))
+
+
+def _all_reduce_s(group: Group, probe: Tensor) -> float:
+    began_s = time.monotonic()
+    float(group.all_reduce(probe)[0])
+    return time.monotonic() - began_s
 
 
 def _check_arguments(model: object, optimizers: Sequence[object], loader: object, plan: object) -> None:

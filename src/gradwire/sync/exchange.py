@@ -17,6 +17,7 @@ from gradwire.core.reducer import Bucket, Reducer, State
 from gradwire.sync.allreduce import sum_sparse
 from gradwire.sync.buckets import BucketSpec
 from gradwire.sync.buffers import BufferExchange
+from gradwire.sync.opening import Opening, agree_on_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +78,11 @@ class Exchange:
         """Bucket ``index``'s values (numel,)."""
         return self._buckets[index].flat
 
-    def weigh(self, count: float, unit: float | None) -> None:
-        """First in a step whose total only an exchange can tell: buckets hold sum(count g) / unit; make them means.
-
-        unit None: the total is known and the buckets hold n_r/N g already.
-        """
+    def open(self, opening: Opening) -> None:
+        """First in every exchange: the ranks are at the same batch, and what their buckets are to be multiplied by."""
         self._factor = None
         self._weighed.clear()
-        if unit is None:
-            self._weighed.set()
-        else:
-            self._submit(lambda: self._set_factor(count, unit))
+        self._submit(lambda: self._open(opening))
 
     def buffers(self, buffers: BufferExchange, weight: float) -> None:
         """Agree on the model's buffers, beside backward."""
@@ -135,10 +130,9 @@ class Exchange:
             ready.wait()
             task()
 
-    def _set_factor(self, count: float, unit: float) -> None:
+    def _open(self, opening: Opening) -> None:
         try:
-            total = float(self._group.all_reduce(torch.tensor([count], dtype=torch.float64, device=self._device)))
-            self._factor = unit / total if total else 0.0
+            self._factor = agree_on_weights(opening, self._group, self._device)
         finally:
             self._weighed.set()  # also when it failed: nobody must wait for ever
 

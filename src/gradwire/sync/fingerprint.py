@@ -22,7 +22,9 @@ def facts_of(model: nn.Module, plan: Plan, source: MicrobatchSource | None, opti
     """What must be equal on all ranks, in order: label and value."""
     facts = [("the torch version", torch.__version__), ("the plan", plan.words())]
     facts += [(f"optimizer {index}", name) for index, name in enumerate(optimizers)]
-    facts += [(f"the loader's {key}", str(value)) for key, value in (source.describe() if source else {}).items()]
+    facts += [
+        (f"the loader's {key}", str(value)) for key, value in (source.describe() if source is not None else {}).items()
+    ]
     facts += list(_tensor_facts(model))
     return facts
 

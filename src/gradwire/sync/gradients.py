@@ -13,12 +13,14 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.world import World
 from gradwire.core.plan import Plan
+from gradwire.core.reducer import Link
 from gradwire.errors import UsageError
 from gradwire.sync.autograd import at_end_of_backward
 from gradwire.sync.buckets import START_BUCKET_BYTES, ParamSpec, best_bucket_bytes, lay_out
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.exchange import Exchange
-from gradwire.sync.weighting import Weighting
+from gradwire.sync.opening import Opening
+from gradwire.sync.weighting import Weight, Weighting
 
 Mode = Literal["sync", "withhold", "local", "alone"]
 MEASURED_ROUND = 3  # the exchange after which the bucket size follows the measured backward time
@@ -46,7 +48,7 @@ class GradientSync:
         weighting: Weighting,
         buffers: BufferExchange,
         sparse: frozenset[int],
-        latency_s: float,
+        link: Link,
     ) -> None:
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
@@ -56,7 +58,7 @@ class GradientSync:
         self._weighting = weighting
         self._buffers = buffers
         self._sparse = sparse
-        self._latency_s = latency_s
+        self._link = link
         self._mode: Mode | None = None
         self._scale = 1.0
         self._began_s = 0.0
@@ -69,6 +71,7 @@ class GradientSync:
         self._held: dict[int, Tensor] = {}
         self._pending: dict[int, Tensor] = {}
         self._rows: dict[int, Tensor] = {}
+        self._window_closed = False
         self.rounds = 0
         self.nonfinite: tuple[str, ...] = ()
         self._build(plan.bucket_bytes or START_BUCKET_BYTES)
@@ -113,49 +116,61 @@ class GradientSync:
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, *, idle: bool = False) -> None:
         self.rounds += 1
         self.nonfinite = ()
         weight = self._weighting.begin()
-        self._mode = self._choose_mode()
         self._began_s = time.monotonic()
+        if self._window_closed and weight.first:
+            self._window_count, self._unit, self._relative, self._window_closed = 0.0, 0.0, False, False
+        if not idle:
+            self._weigh(weight)
+        self._mode = self._choose_mode(weight)
         if self._mode == "alone":
             return
         if not self._views and self._layout:
             self._allocate()
-        self._weigh(weight.count, weight.total)
         self._arrived.clear()
         self._waiting = [len(spec.slots) for spec in self._layout]
         self._next_bucket = 0
         if self._mode == "sync":
-            self._exchange.weigh(self._window_count, (self._unit or 1.0) if self._relative else None)
+            self._exchange.open(self._opening())
             if self._world.size > 1:
                 self._buffers.collect(self._window_count)
                 self._exchange.buffers(self._buffers, self._window_count)
 
-    def _choose_mode(self) -> Mode:
+    def _opening(self) -> Opening:
+        micro = self._weighting.microbatch
+        return Opening(count=self._window_count, unit=self._unit or 1.0, explicit=self._relative, microbatch=micro)
+
+    def _choose_mode(self, weight: Weight) -> Mode:
         if self._world.local_only:
             return "local"
         if not self._plan.policy.at_backward(self._weighting.microbatch):
             return "withhold"
-        return "alone" if self._world.size == 1 and not self._filled and not self._local else "sync"
+        whole = self._scale == 1.0 and (not self._relative or self._window_count == weight.count)
+        alone = self._world.size == 1 and whole and not self._filled and not self._local
+        return "alone" if alone else "sync"
 
-    def _weigh(self, count: float, total: float | None) -> None:
+    def _weigh(self, weight: Weight) -> None:
         """Set the factor of this backward's gradients.
 
         With a known total it is n_r/N. Otherwise gradients are kept relative to the window's first count (never large,
         for half precision's sake) and the exchange divides by the total.
         """
-        if total is None and self._window_count and not self._relative:
+        count, total = weight.count, weight.total
+        explicit = total is None
+        if self._window_count and count and explicit is not self._relative:
             raise UsageError(
                 "gw.weight was called for some micro-batches of a window only; call it before each backward"
             )
-        self._window_count += count
-        self._relative = self._relative or total is None
-        if not self._relative:
-            self._scale = count / total if total else 0.0
-            return
-        self._unit = self._unit or count
+        if count or not self._window_count:
+            self._relative = explicit
+        self._window_count += count if weight.first else 0.0
+        if total is not None and not self._relative:
+            self._unit = total
+        elif not self._unit:
+            self._unit = count
         self._scale = count / self._unit if self._unit else 0.0
 
     @property
@@ -242,7 +257,7 @@ class GradientSync:
         micro = self._weighting.microbatch
         exchange_s = self._exchange_rest(backward_s) if mode == "sync" else 0.0
         if mode in ("sync", "alone"):
-            self._window_count, self._unit, self._relative = 0.0, 0.0, False
+            self._window_closed = True
         samples = (micro.global_samples or 0) if micro else 0
         self._world.clock.trained(exchange_s=exchange_s, samples=samples)
 
@@ -278,22 +293,35 @@ class GradientSync:
             self._buffers.apply()
 
     def _follow_measurement(self, backward_s: float) -> None:
-        """Once, all ranks alike: choose the bucket size from rank 0's latency and backward time."""
+        """Once, all ranks alike: choose the bucket size from rank 0's link and backward time."""
         if self._plan.bucket_bytes or self._world.size == 1 or not self._exchange.stateless:
             return
-        latency_s, backward_s = self._exchange.measure([self._latency_s, backward_s])
+        mine = [self._link.latency_s, self._link.bandwidth_bytes_per_s, backward_s]
+        latency_s, bandwidth, backward_s = self._exchange.measure(mine)
+        link = Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, num_ranks=self._world.size)
         total = sum(param.nbytes for index, param in enumerate(self._params) if index not in self._sparse)
-        self._build(best_bucket_bytes(total, latency_s=latency_s, backward_s=backward_s))
+        self._build(best_bucket_bytes(total, link, backward_s=backward_s))
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
 
     def take_part(self) -> None:
         """The optimizer steps although this rank's loss touched no parameter: join the others' exchange with nothing."""
-        self._begin()
+        self._begin(idle=True)
         self._finish()
+
+    @property
+    def count(self) -> float:
+        """What this rank counts in the window that is open or was closed last."""
+        return self._window_count
+
+    def stepped(self) -> None:
+        """The optimizer steps now."""
+        self._weighting.settle()
 
     def refuse_new_parameters(self, frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Parameters unfrozen after ``distribute`` would silently go their own way on each rank."""
         for name, param in frozen:
             if param.requires_grad:
-                raise UsageError(f"{name} was frozen when gw.distribute was called and is trained now; call it again")
+                raise UsageError(
+                    f"{name} was frozen when gw.distribute was called and is trained now; call gw.distribute again"
+                )

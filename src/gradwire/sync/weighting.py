@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradwire.comm.world import World
 from gradwire.core.microbatch import Microbatch, MicrobatchSource
@@ -11,54 +11,91 @@ from gradwire.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """The gradient of one backward counts ``count`` of ``total`` (None: only an exchange can tell)."""
+    """The gradient of one backward counts ``count`` of ``total`` (None: ``gw.weight`` said so, only an exchange can tell).
+
+    first: no earlier backward had this very weight: a second loss on the same micro-batch does not count its samples again.
+    """
 
     count: float
     total: float | None
+    first: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Use:
+    """Where a weight was taken from."""
+
+    serial: int
+    microbatch: Microbatch | None
+    explicit: bool
+
+    def same(self, other: _Use) -> bool:
+        """The very same turn of the loop and the same ``gw.weight``; equal positions of two passes are not."""
+        at = self.microbatch is other.microbatch
+        return at and self.serial == other.serial and self.explicit is other.explicit
 
 
 class Weighting:
     """Where a `GradientSync` learns its weights: from the attached loader, or from ``gw.weight``.
 
-    The local mean loss of rank r has gradient g_r; the mean over all samples has sum_r (n_r / N) g_r.
+    The local mean loss of rank r has gradient g_r; the mean over all samples has sum_r (n_r / N) g_r. What ``gw.weight``
+    said holds for every backward (a reentrant checkpoint has several) until the optimizer steps or the loader moves on.
     """
 
     def __init__(self, world: World, source: MicrobatchSource | None) -> None:
         self._world = world
         self._source = source
-        self._used_serial = world.weight_serial
+        self._spent_serial = world.weight_serial
+        self._used: _Use | None = None
         self._running: Weight | None = None
 
     @property
     def microbatch(self) -> Microbatch | None:
         """What the loop holds; None without a loader."""
-        return self._source.current if self._source else None
+        return None if self._source is None else self._source.current
+
+    @property
+    def stand_in(self) -> bool:
+        """Whether the loop holds a sample that is not this rank's, only there so that the code has one."""
+        micro = self.microbatch
+        return micro is not None and micro.samples == 0
 
     def current(self) -> Weight:
         """The weight of the backward that runs, or else of the next one."""
         return self._running or self._next()
 
     def begin(self) -> Weight:
-        """A backward begins; an explicit ``gw.weight`` is used up by it."""
-        weight = self._running = self._next()
-        self._used_serial = self._world.weight_serial
-        return weight
+        """A backward begins."""
+        weight = self._next()
+        used = _Use(serial=self._world.weight_serial, microbatch=self.microbatch, explicit=weight.total is None)
+        self._running = replace(weight, first=self._used is None or not used.same(self._used))
+        self._used = used
+        return self._running
 
     def end(self) -> None:
         """It ended."""
         self._running = None
 
+    def settle(self) -> None:
+        """The optimizer steps: the counts used so far are spent."""
+        if self._used is not None:
+            self._spent_serial = self._used.serial
+
     def _next(self) -> Weight:
         micro = self.microbatch
-        explicit = self._world.weight_serial != self._used_serial
-        if micro is not None and micro.samples == 0:  # a stand-in, whatever the loop counted on it
-            return Weight(count=0.0, total=None if explicit else micro.window_samples)
-        if explicit:
+        if self.stand_in and micro is not None:
+            return Weight(count=0.0, total=micro.window_samples or 1.0)
+        if self._explicit(micro):
             return Weight(count=self._world.weight, total=None)
         if micro is not None:
             return Weight(count=micro.samples, total=micro.window_samples)
         self._refuse_unknown_loader()
         return Weight(count=1.0, total=float(self._world.size))
+
+    def _explicit(self, micro: Microbatch | None) -> bool:
+        serial = self._world.weight_serial
+        moved_on = self._used is not None and self._used.serial == serial and self._used.microbatch is not micro
+        return serial != self._spent_serial and not moved_on
 
     def _refuse_unknown_loader(self) -> None:
         if self._world.size > 1 and self._world.reading is not None:
