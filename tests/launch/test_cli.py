@@ -14,7 +14,9 @@ def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ok.py").write_text("")
     (tmp_path / "bad.toml").write_text("mesh = [")
-    (tmp_path / "good.toml").write_text('accumulate = 1\nbatch_norm = "local"\n[mesh]\ndata = 2\n[other]\nx = [1, 2]\n')
+    (tmp_path / "good.toml").write_text('accumulate = 1\nbatch_norm = "local"\n[mesh]\ndata = 2\n')
+    (tmp_path / "typo.toml").write_text("acumulate = 2\n")
+    (tmp_path / "zero.toml").write_text("accumulate = 0\n")
     return "ok.py"
 
 
@@ -33,6 +35,9 @@ def script(tmp_path, monkeypatch):
         (["run", "--rendezvous", "host:99999", "ok.py"], ["'host:99999'", "65535"]),
         (["run", "--plan", "none.toml", "ok.py"], ["none.toml", "cannot be read"]),
         (["run", "--plan", "bad.toml", "ok.py"], ["bad.toml", "not valid TOML"]),
+        (["run", "--plan", "typo.toml", "ok.py"], ["typo.toml", "unknown key 'acumulate'", "allowed: mesh, accumulate"]),
+        (["run", "--plan", "zero.toml", "ok.py"], ["zero.toml", "accumulate=0", "at least 1"]),
+        (["run", "-n", "3", "--plan", "good.toml", "ok.py"], ["mesh data=2 needs 2 ranks", "use data=3 or start 2"]),
         (["run", "--mesh", "pipeline=2", "ok.py"], ["--mesh", "'pipeline'", "data=N"]),
         (["run", "--mesh", "data=x", "ok.py"], ["--mesh", "'x'"]),
         (["run", "--accumulate", "0", "ok.py"], ["--accumulate", "'0'"]),
@@ -60,16 +65,16 @@ def plan_text(*arguments):
 
 
 def test_options_become_a_plan():
-    text = plan_text("--mesh", "data=2", "--accumulate", "4", "--batch-norm", "sync", "--on-nonfinite", "stop")
+    text = plan_text("-n", "2", "--mesh", "data=2", "--accumulate", "4", "--batch-norm", "sync", "--on-nonfinite", "stop")
     wanted = {"accumulate": 4, "batch_norm": "sync", "on_nonfinite": "stop", "mesh": {"data": 2}}
     assert tomllib.loads(text or "") == wanted
     assert plan_text() is None
 
 
 def test_options_beat_the_plan_file_and_leave_the_rest(script, tmp_path):
-    text = plan_text("--plan", "good.toml", "--accumulate", "8")
+    text = plan_text("-n", "2", "--plan", "good.toml", "--accumulate", "8")
     assert tomllib.loads(text or "") == {**tomllib.loads((tmp_path / "good.toml").read_text()), "accumulate": 8}
-    assert plan_text("--plan", "good.toml") == (tmp_path / "good.toml").read_text()
+    assert plan_text("-n", "2", "--plan", "good.toml") == (tmp_path / "good.toml").read_text()
 
 
 def test_what_follows_the_script_is_the_scripts(script):

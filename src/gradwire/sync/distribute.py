@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from gradwire.sync.weighting import Weighting
 
 NUM_LANES = 2
 PROBE_BYTES = 1 << 20
+Closure: TypeAlias = Callable[[], Tensor | float]
 
 
 def distribute(
@@ -131,12 +132,12 @@ def _before_steps(
         if sync.nonfinite:
             _refuse_nonfinite(optimizer, sync.nonfinite, world, plan)
         # args[0] is the optimizer. A rank must not decide by its own loss (LBFGS does): it gets the mean over ranks.
-        return None if closure is None or world.size == 1 else ((args[0], _agreed_loss(closure, sync, world)), {})
+        return None if closure is None or world.size == 1 else ((args[0], _agreed_loss(cast("Closure", closure), sync, world)), {})
 
     return optimizer.register_step_pre_hook(before).remove
 
 
-def _agreed_loss(closure: Callable[[], Tensor | float], sync: GradientSync, world: World) -> Callable[[], Tensor]:
+def _agreed_loss(closure: Closure, sync: GradientSync, world: World) -> Callable[[], Tensor]:
     """``closure``, returning the mean of the ranks' losses, weighed as their gradients are."""
 
     def agreed() -> Tensor:
