@@ -35,7 +35,10 @@ def script(tmp_path, monkeypatch):
         (["run", "--rendezvous", "host:99999", "ok.py"], ["'host:99999'", "65535"]),
         (["run", "--plan", "none.toml", "ok.py"], ["none.toml", "cannot be read"]),
         (["run", "--plan", "bad.toml", "ok.py"], ["bad.toml", "not valid TOML"]),
-        (["run", "--plan", "typo.toml", "ok.py"], ["typo.toml", "unknown key 'acumulate'", "allowed: mesh, accumulate"]),
+        (
+            ["run", "--plan", "typo.toml", "ok.py"],
+            ["typo.toml", "unknown key 'acumulate'", "allowed: mesh, accumulate"],
+        ),
         (["run", "--plan", "zero.toml", "ok.py"], ["zero.toml", "accumulate=0", "at least 1"]),
         (["run", "-n", "3", "--plan", "good.toml", "ok.py"], ["mesh data=2 needs 2 ranks", "use data=3 or start 2"]),
         (["run", "--mesh", "pipeline=2", "ok.py"], ["--mesh", "'pipeline'", "data=N"]),
@@ -65,7 +68,9 @@ def plan_text(*arguments):
 
 
 def test_options_become_a_plan():
-    text = plan_text("-n", "2", "--mesh", "data=2", "--accumulate", "4", "--batch-norm", "sync", "--on-nonfinite", "stop")
+    text = plan_text(
+        "-n", "2", "--mesh", "data=2", "--accumulate", "4", "--batch-norm", "sync", "--on-nonfinite", "stop"
+    )
     wanted = {"accumulate": 4, "batch_norm": "sync", "on_nonfinite": "stop", "mesh": {"data": 2}}
     assert tomllib.loads(text or "") == wanted
     assert plan_text() is None

@@ -132,7 +132,9 @@ def _before_steps(
         if sync.nonfinite:
             _refuse_nonfinite(optimizer, sync.nonfinite, world, plan)
         # args[0] is the optimizer. A rank must not decide by its own loss (LBFGS does): it gets the mean over ranks.
-        return None if closure is None or world.size == 1 else ((args[0], _agreed_loss(cast("Closure", closure), sync, world)), {})
+        if closure is None or world.size == 1:
+            return None
+        return (args[0], _agreed_loss(cast("Closure", closure), sync, world)), {}
 
     return optimizer.register_step_pre_hook(before).remove
 
