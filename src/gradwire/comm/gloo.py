@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
@@ -46,6 +47,17 @@ class TorchGroup:
         if tensor.numel():
             self._group.allreduce([tensor], _OPS[op]).wait()
         return tensor
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        if not tensor.numel():
+            return lambda: tensor
+        work = self._group.allreduce([tensor], _OPS["sum"])
+
+        def wait() -> Tensor:
+            work.wait()
+            return tensor
+
+        return wait
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         rows = tensor.new_empty((self.size, *tensor.shape))
@@ -100,6 +112,9 @@ class SoloGroup:
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         return tensor
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -64,20 +64,34 @@ class TracedGroup:
         self.rank = inner.rank
         self.size = inner.size
 
-    @contextmanager
-    def _stamped(self, op: str) -> Generator[None]:
+    def _stamped(self, op: str) -> AbstractContextManager[None]:
         self._seq += 1
-        self._watch.arrive(self.name, op, self._seq)
+        return self._inside(op, self._seq)
+
+    @contextmanager
+    def _inside(self, op: str, seq: int) -> Generator[None]:
+        self._watch.arrive(self.name, op, seq)
         try:
             yield
         except RuntimeError as error:  # what Gloo and NCCL raise for every broken connection
-            raise blame(error, self._watch, f"{self._where} was in {op} #{self._seq} of {self.name}") from error
+            raise blame(error, self._watch, f"{self._where} was in {op} #{seq} of {self.name}") from error
         finally:
             self._watch.complete(self.name)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         with self._stamped("all_reduce"):
             return self._inner.all_reduce(tensor, op)
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        with self._stamped("all_reduce"):
+            pending = self._inner.begin_all_reduce(tensor)
+        seq = self._seq
+
+        def wait() -> Tensor:
+            with self._inside("all_reduce", seq):
+                return pending()
+
+        return wait
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         with self._stamped("all_gather"):

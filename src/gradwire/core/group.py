@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -36,6 +37,13 @@ class Group(Protocol):
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce ``tensor`` (any shape) over the ranks, in place; all ranks get the same bits. Returns it."""
+        ...
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start ``all_reduce(tensor)`` and return at once; calling the result waits for it.
+
+        What was begun first is waited for first. It saves the two thread switches a blocking call costs beside backward.
+        """
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:

@@ -63,6 +63,13 @@ class Reducer(Protocol):
         """
         ...
 
+    def plain(self, group: Group) -> bool:
+        """Whether ``reduce`` over ``group`` is one ``group.all_reduce(bucket.flat)`` and nothing else.
+
+        Such buckets are started from backward itself, without a thread between.
+        """
+        ...
+
     def cost(self, numel: int, link: Link) -> float:
         """Predicted seconds to reduce ``numel`` float32 values over ``link``."""
         ...

@@ -23,9 +23,12 @@ class AllReduce:
         return {}
 
     def reduce(self, bucket: Bucket, state: State, group: Group, step: int) -> tuple[Tensor, State]:
-        if group.size < 3 or bucket.flat.is_cuda:
+        if self.plain(group) or bucket.flat.is_cuda:
             return group.all_reduce(bucket.flat), state
         return ordered_sum(bucket.flat, group), state
+
+    def plain(self, group: Group) -> bool:
+        return group.size < 3
 
     def cost(self, numel: int, link: Link) -> float:
         return link.latency_s + link.ring_factor * 4 * numel / link.bandwidth_bytes_per_s

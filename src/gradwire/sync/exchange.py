@@ -33,10 +33,12 @@ class Agreement:
 
 
 class Exchange:
-    """Runs on the lanes' threads; only ``agree`` and ``measure`` wait.
+    """Runs beside backward; only ``agree`` and ``measure`` wait.
 
     Buckets take turns on the lanes, each a thread with a group of its own: while one waits for the wire's far end the
     other's bytes fill it, and every reducer stays blocking and straight-line. Whatever is not a bucket runs on the first.
+    A plain all-reduce needs no thread of ours: it is begun on the last route's group at once, unless the opening has
+    still to say how to weigh it.
 
     The reducers' new states count only if the step is healthy: a step with a NaN anywhere leaves no trace in them.
     """
@@ -47,10 +49,12 @@ class Exchange:
         self._reducer = reducer
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._plain = len(routes) > 1 and reducer.plain(self._group)
+        self._begin_at_once = False
+        self._begun: list[Callable[[], Tensor]] = []
         self._step = 0
         self._factor: float | None = None
         self._weighed = threading.Event()
-        self._bad: list[str] = []
         self.sparse: dict[int, Tensor] = {}
         self.build(())
 
@@ -65,7 +69,6 @@ class Exchange:
             )
             for index, spec in enumerate(layout)
         ]
-        self._offsets = [[slot.offset for slot in spec.slots] for spec in layout]
         self._states: list[State] = [self._reducer.init(bucket, self._group) for bucket in self._buckets]
         self._next_states = list(self._states)
 
@@ -82,6 +85,7 @@ class Exchange:
         """First in every exchange: the ranks are at the same batch, and what their buckets are to be multiplied by."""
         self._factor = None
         self._weighed.clear()
+        self._begin_at_once = self._plain and not opening.explicit
         self._submit(lambda: self._open(opening))
 
     def buffers(self, buffers: BufferExchange, weight: float) -> None:
@@ -90,31 +94,38 @@ class Exchange:
 
     def bucket(self, index: int) -> None:
         """Bucket ``index`` is full: reduce it. Always called in index order."""
-        group, lane = self._routes[index % len(self._routes)]
-        self._submit(lambda: self._reduce(index, group), lane)
+        group, lane = self._routes[-1 if self._plain else index % len(self._routes)]
+        if self._begin_at_once:
+            self._begun.append(group.begin_all_reduce(self._buckets[index].flat))
+        else:
+            self._submit(lambda: self._reduce(index, group), lane)
 
-    def rows(self, index: int, grad: Tensor | None, like: Tensor, name: str) -> None:
+    def rows(self, index: int, grad: Tensor | None, like: Tensor) -> None:
         """Sum the sparse gradient of parameter ``index`` into ``self.sparse``."""
-        self._submit(lambda: self._sum_rows(index, grad, like, name))
+        self._submit(lambda: self._sum_rows(index, grad, like))
 
     def measure(self, seconds: Sequence[float]) -> list[float]:
         """Rank 0's figures, so that all ranks decide alike from them. Waits."""
+        self._drain()
         figures = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        self._submit(lambda: self._group.broadcast(figures))
-        self._first.drain()
-        return figures.tolist()
+        return self._group.broadcast(figures).tolist()
 
-    def agree(self, present: Sequence[bool]) -> Agreement:
-        """Wait for all of the above and one tiny all-reduce: who has a gradient, who met a NaN."""
-        told: list[Agreement] = []
+    def agree(self, present: Sequence[bool], bad: Sequence[str]) -> Agreement:
+        """Wait for all of the above and one tiny all-reduce: who has a gradient, who met a NaN (bad: names)."""
+        self._drain()
+        agreement = self._agree(present, bad)
+        self._step += 1
+        return agreement
+
+    def _drain(self) -> None:
+        """Everything submitted has ended; this thread may use the groups now."""
+        begun, self._begun = self._begun, []
+        for wait in begun:
+            wait()
         for _, lane in self._routes:
             lane.drain()
-        self._submit(lambda: told.append(self._agree(present)))
-        self._first.drain()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._step += 1
-        return told[0]
 
     def _submit(self, task: Callable[[], object], lane: Lane | None = None) -> None:
         lane = lane or self._first
@@ -141,31 +152,22 @@ class Exchange:
         self._weighed.wait()
         if self._factor is not None:
             bucket.flat.mul_(self._factor)
-        if not bool(torch.isfinite(bucket.flat.sum())):
-            self._note_nonfinite(bucket, self._offsets[index])
         mean, self._next_states[index] = self._reducer.reduce(bucket, self._states[index], group, self._step)
         if mean.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(mean)
 
-    def _note_nonfinite(self, bucket: Bucket, offsets: list[int]) -> None:
-        for name, numel, offset in zip(bucket.names, bucket.numels, offsets, strict=True):
-            if not bool(torch.isfinite(bucket.flat[offset : offset + numel]).all()):
-                self._bad.append(name)
-
-    def _sum_rows(self, index: int, grad: Tensor | None, like: Tensor, name: str) -> None:
+    def _sum_rows(self, index: int, grad: Tensor | None, like: Tensor) -> None:
         if grad is not None and self._factor is not None:
             grad = grad * self._factor
-        if grad is not None and not bool(torch.isfinite(grad.coalesce().values()).all()):
-            self._bad.append(name)
         self.sparse[index] = sum_sparse(grad, like, self._group)
 
-    def _agree(self, present: Sequence[bool]) -> Agreement:
-        flags = torch.tensor([bool(self._bad), *present], dtype=torch.float32, device=self._device)
+    def _agree(self, present: Sequence[bool], bad: Sequence[str]) -> Agreement:
+        flags = torch.tensor([bool(bad), *present], dtype=torch.float32, device=self._device)
         anybody = (self._group.all_reduce(flags) > 0).tolist()
         nonfinite: tuple[str, ...] = ()
         if anybody[0]:
-            texts = all_gather_text(self._group, json.dumps(self._bad), self._device)
+            texts = all_gather_text(self._group, json.dumps(list(bad)), self._device)
             nonfinite = tuple(f"rank {rank}: {name}" for rank, text in enumerate(texts) for name in json.loads(text))
             self._next_states = list(self._states)
-        self._states, self._bad = list(self._next_states), []
+        self._states = list(self._next_states)
         return Agreement(used=tuple(anybody[1:]), nonfinite=nonfinite)

@@ -33,6 +33,9 @@ def check_group(group: Group, *, device: str = "cpu") -> None:
         mine = torch.arange(numel, dtype=torch.float64, device=device) + 1000 * rank
         whole = torch.stack([torch.arange(numel, dtype=torch.float64, device=device) + 1000 * r for r in range(n)])
         _require(torch.equal(group.all_reduce(mine.clone()), whole.sum(0)), f"all_reduce sum of {numel}")
+        begun = [group.begin_all_reduce(times * mine) for times in (1, 2)]
+        _require(torch.equal(begun[0](), whole.sum(0)), f"begin_all_reduce of {numel}")
+        _require(torch.equal(begun[1](), 2 * whole.sum(0)), f"the second begin_all_reduce of {numel}")
         _require(torch.equal(group.all_reduce(mine.clone(), "max"), whole[-1]), f"all_reduce max of {numel}")
         _require(torch.equal(group.all_reduce(mine.clone(), "min"), whole[0]), f"all_reduce min of {numel}")
         _require(torch.equal(group.all_gather(mine), whole), f"all_gather of {numel}")

@@ -28,6 +28,10 @@ class _Wrapped:
         self._before("all_reduce")
         return self._inner.all_reduce(tensor, op)
 
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self._before("all_reduce")
+        return self._inner.begin_all_reduce(tensor)
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         self._before("all_gather")
         return self._inner.all_gather(tensor)
