@@ -20,13 +20,14 @@ LEVELS = {
     "launch": 1,
     "core": 2,
     "comm": 3,
-    "sync": 4,
-    "verbs": 4,
-    "data": 4,
-    "cli": 5,
-    "testing": 6,
-    "__init__": 7,
-    "__main__": 7,
+    "compress": 4,
+    "sync": 5,
+    "verbs": 5,
+    "data": 5,
+    "cli": 6,
+    "testing": 7,
+    "__init__": 8,
+    "__main__": 8,
 }
 OPEN_TO_TORCH_DISTRIBUTED = {"comm", "parallel"}
 THE_ENVIRONMENT = "launch/environment.py"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradwire.comm.world import World
-from gradwire.sync.allreduce import AllReduce, ordered_sum
+from gradwire.compress.exact import AllReduce, ordered_sum
 from gradwire.testing import FaultyGroup, InjectedFault, RankError, SlowGroup, check_group, check_reducer, run_ranks
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradwire.comm.world import World, current, init
+    from gradwire.compress.exact import AllReduce
     from gradwire.core.plan import Plan
-    from gradwire.core.policy import EveryStep
+    from gradwire.core.policies import EveryStep
     from gradwire.data import (
         ByClass,
         DataLoader,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         PlanError,
         UsageError,
     )
-    from gradwire.sync.allreduce import AllReduce
     from gradwire.sync.distribute import distribute, no_sync, weight
     from gradwire.verbs import sum
 
@@ -77,7 +77,7 @@ __all__ = [
 _HOMES = {
     "gradwire.comm.world": ("World", "current", "init"),
     "gradwire.core.plan": ("Plan",),
-    "gradwire.core.policy": ("EveryStep",),
+    "gradwire.core.policies": ("EveryStep",),
     "gradwire.data": (
         "ByClass",
         "DataLoader",
@@ -91,7 +91,7 @@ _HOMES = {
         "shard",
     ),
     "gradwire.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "gradwire.sync.allreduce": ("AllReduce",),
+    "gradwire.compress.exact": ("AllReduce",),
     "gradwire.sync.distribute": ("distribute", "no_sync", "weight"),
     "gradwire.verbs": ("sum",),
 }

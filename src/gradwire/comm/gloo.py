@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.group import Group, Op
+from gradwire.core.group import Group, Levels, Op
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -42,6 +42,11 @@ class TorchGroup:
         self.name = name
         self.rank = process_group.rank()
         self.size = process_group.size()
+        self.sums_in_rank_order = self.size < 3  # a ring adds in an order that depends on where the buffer is cut
+        self.levels: Levels | None = None
+
+    def new_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         if tensor.numel():
@@ -106,9 +111,14 @@ class SoloGroup:
 
     rank = 0
     size = 1
+    sums_in_rank_order = True
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.levels: Levels | None = None
+
+    def new_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         return tensor

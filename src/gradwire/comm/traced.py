@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gradwire.core.group import Group, Op
@@ -63,6 +64,8 @@ class TracedGroup:
         self.name = inner.name
         self.rank = inner.rank
         self.size = inner.size
+        self.levels = inner.levels
+        self.sums_in_rank_order = inner.sums_in_rank_order
 
     def _stamped(self, op: str) -> AbstractContextManager[None]:
         self._seq += 1
@@ -77,6 +80,9 @@ class TracedGroup:
             raise blame(error, self._watch, f"{self._where} was in {op} #{seq} of {self.name}") from error
         finally:
             self._watch.complete(self.name)
+
+    def new_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._inner.new_zeros(numel, dtype, device)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         with self._stamped("all_reduce"):

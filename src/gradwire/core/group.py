@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 Op = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """The two levels of a group whose ranks share hosts.
+
+    inside: the ranks of this host. between: one rank of every host, in the hosts' order; None on the ranks for whom their
+    host's rank 0 of ``inside`` sends.
+    """
+
+    inside: Group
+    between: Group | None
 
 
 class Group(Protocol):
@@ -33,6 +47,20 @@ class Group(Protocol):
     @property
     def size(self) -> int:
         """How many ranks the group has."""
+        ...
+
+    @property
+    def levels(self) -> Levels | None:
+        """Hosts and the ranks on them, where some host has several; None: all on one host, or one on each."""
+        ...
+
+    @property
+    def sums_in_rank_order(self) -> bool:
+        """Whether ``all_reduce`` adds in rank order whatever the tensor's size, so that its bits don't depend on it."""
+        ...
+
+    def new_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(numel,) zeros, where this group reduces them fastest: in memory the ranks share, say."""
         ...
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:

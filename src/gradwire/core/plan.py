@@ -5,21 +5,23 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
-from gradwire.core.policy import EveryStep, SyncPolicy
+from gradwire.core.spelling import parse
 from gradwire.errors import PlanError
 
 if TYPE_CHECKING:  # the launcher checks plans too, and must start without torch
+    from gradwire.core.policy import SyncPolicy
     from gradwire.core.reducer import Reducer
 
+Sync: TypeAlias = "str | Reducer | SyncPolicy"
 BatchNormRule = Literal["local", "sync"]
 NonFiniteRule = Literal["skip", "stop"]
 
 AXES = ("data",)
 BATCH_NORM_RULES = ("local", "sync")
 NONFINITE_RULES = ("skip", "stop")
-TOML_KEYS = ("mesh", "accumulate", "bucket_bytes", "batch_norm", "on_nonfinite")
+TOML_KEYS = ("mesh", "sync", "accumulate", "bucket_bytes", "batch_norm", "on_nonfinite")
 
 
 def _no_mesh() -> Mapping[str, int]:
@@ -31,7 +33,7 @@ class Plan:
     """How one script runs on many ranks.
 
     mesh: axis name -> size, e.g. ``{"data": 4}``; empty: all ranks along ``data``.
-    reducer: how a bucket is agreed; None is the exact all-reduce. policy: when.
+    sync: how and when the ranks agree: a text such as ``"q4"`` or ``"local:every=16,codec=q4"``, a reducer, or a policy.
     accumulate: micro-batches each global batch is cut into (less memory, the same answer).
     bucket_bytes: size of a gradient bucket; None: from the measured latency and backward time.
     batch_norm: ``"local"`` normalises each rank's part by itself and averages the running statistics;
@@ -39,12 +41,11 @@ class Plan:
     on_nonfinite: what all ranks do when any rank's gradient is NaN or infinite: ``"skip"`` the step or ``"stop"``.
 
     >>> Plan(accumulate=4).words()
-    'mesh data=all; gradients are agreed every step (exact); accumulate 4; batch_norm local; on_nonfinite skip'
+    'mesh data=all; sync exact; accumulate 4; batch_norm local; on_nonfinite skip'
     """
 
     mesh: Mapping[str, int] = field(default_factory=_no_mesh)
-    reducer: Reducer | None = None
-    policy: SyncPolicy = EveryStep()
+    sync: Sync = "exact"
     accumulate: int = 1
     bucket_bytes: int | None = None
     batch_norm: BatchNormRule = "local"
@@ -72,19 +73,16 @@ class Plan:
     def words(self) -> str:
         """One line for people; equal plans say equal words."""
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "data=all"
-        parts = [f"mesh {mesh}", self.policy.words()]
-        parts += [self.reducer.words()] if self.reducer else []
+        parts = [f"mesh {mesh}", f"sync {self.sync}"]
         parts += [f"accumulate {self.accumulate}", f"batch_norm {self.batch_norm}", f"on_nonfinite {self.on_nonfinite}"]
         parts += [f"buckets of {self.bucket_bytes} bytes"] if self.bucket_bytes else []
         return "; ".join(parts)
 
     def to_toml(self) -> str:
         """The plan as TOML; ``Plan.from_toml(plan.to_toml()) == plan``."""
-        if self.reducer is not None or self.policy != EveryStep():
-            raise PlanError(
-                "a plan with a reducer or policy object of its own cannot be written to TOML; pass it as plan="
-            )
-        lines = [f"accumulate = {self.accumulate}"]
+        if not isinstance(self.sync, str):
+            raise PlanError(f"sync={self.sync!r} cannot be written to TOML; spell it as a text, or pass it as plan=")
+        lines = [f'sync = "{self.sync}"', f"accumulate = {self.accumulate}"]
         lines += [f"bucket_bytes = {self.bucket_bytes}"] if self.bucket_bytes else []
         lines += [f'batch_norm = "{self.batch_norm}"', f'on_nonfinite = "{self.on_nonfinite}"']
         lines += ["", "[mesh]", *(f"{axis} = {size}" for axis, size in self.mesh.items())] if self.mesh else []
@@ -126,6 +124,11 @@ def _mesh_problems(mesh: object) -> list[str]:
 
 def _setting_problems(plan: Plan) -> list[str]:
     problems: list[str] = []
+    if isinstance(plan.sync, str):
+        try:
+            parse(plan.sync)
+        except PlanError as error:
+            problems.append(str(error))
     for name, value in (("accumulate", plan.accumulate), ("bucket_bytes", plan.bucket_bytes)):
         given: object = value
         if given is None and name == "bucket_bytes":

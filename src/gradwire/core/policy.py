@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from gradwire.core.microbatch import Microbatch
+if TYPE_CHECKING:  # the launcher reads plans too, and must start without torch
+    from gradwire.core.microbatch import Microbatch
+    from gradwire.core.outer import Outer
+    from gradwire.core.reducer import Reducer
+
+Turn = Literal["agree", "keep", "own"]
 
 
 class SyncPolicy(Protocol):
-    """Printable, costed, tested without ranks."""
+    """A frozen dataclass that names its reducer: printable, costed, tested without ranks."""
 
-    def at_backward(self, micro: Microbatch | None) -> bool:
-        """Are gradients exchanged on this backward? micro: None if no loader is attached."""
+    @property
+    def reducer(self) -> Reducer | None:
+        """How a bucket of gradients, or of parameter deltas, is agreed; None: the exact all-reduce."""
         ...
 
-    def at_step(self, step: int) -> bool:
-        """Are parameters agreed after optimizer step ``step`` (from 0)?"""
+    @property
+    def delay(self) -> int:
+        """How many exchanges later the agreed gradient is used: 0 at once, 1 hides the exchange behind a step."""
+        ...
+
+    @property
+    def num_fragments(self) -> int:
+        """Into how many parts the parameters are cut that are agreed at different steps."""
+        ...
+
+    @property
+    def outer(self) -> Outer | None:
+        """What turns agreed parameter deltas into new parameters; None if no parameters are agreed."""
+        ...
+
+    def at_backward(self, micro: Microbatch | None, step: int) -> Turn:
+        """``agree``: the window ends, exchange gradients. ``keep``: it goes on, ``.grad`` stays None.
+
+        ``own``: the window ends and ``.grad`` is this rank's own mean. micro: None without a loader. step: windows ended before.
+        """
+        ...
+
+    def at_step(self, step: int) -> tuple[int, ...]:
+        """Which fragments of the parameters are agreed after optimizer step ``step`` (from 0)."""
         ...
 
     def words(self) -> str:
         """One line for people."""
         ...
 
-
-@dataclass(frozen=True, kw_only=True)
-class EveryStep:
-    """Agree on the gradient once a window, on its last micro-batch. Exact.
-
-    >>> EveryStep().at_backward(None), EveryStep().at_step(7)
-    (True, False)
-    """
-
-    def at_backward(self, micro: Microbatch | None) -> bool:
-        return micro is None or micro.last
-
-    def at_step(self, step: int) -> bool:
-        return False
-
-    def words(self) -> str:
-        return "gradients are agreed every step (exact)"
+    def syncs_per_step(self) -> float:
+        """How many times a step the whole model is sent, in the long run."""
+        ...

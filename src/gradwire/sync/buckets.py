@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.core.reducer import Link
+from gradwire.core.reducer import Link, Reducer
 
 START_BUCKET_BYTES = 2 << 20
 MIN_BUCKET_BYTES = 512 << 10
@@ -18,13 +18,18 @@ ALIGNMENT_BYTES = 64  # a slot starts on a cache line, so that the optimizer's k
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """What the layout must know of one parameter. index: its place in registration order."""
+    """What the layout must know of one parameter. index: its place in registration order. reducer: which takes it."""
 
     index: int
     name: str
-    numel: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    reducer: Reducer
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,22 +55,28 @@ class BucketSpec:
     def device(self) -> torch.device:
         return self.slots[0].param.device
 
+    @property
+    def reducer(self) -> Reducer:
+        return self.slots[0].param.reducer
+
 
 def lay_out(params: Sequence[ParamSpec], bucket_bytes: int) -> tuple[BucketSpec, ...]:
     """Fill buckets in reverse registration order, which is about the order in which backward finishes.
 
-    A bucket holds one dtype and device and at most ``bucket_bytes``, except that a parameter larger than that has a
+    A bucket holds one dtype, device and reducer, and at most ``bucket_bytes``, except that a parameter larger than that has a
     bucket to itself. The result depends on the arguments only, so it is the same on all ranks.
 
+    >>> from gradwire.compress.exact import AllReduce
     >>> cpu, f32 = torch.device("cpu"), torch.float32
-    >>> specs = [ParamSpec(index=i, name=f"w{i}", numel=n, dtype=f32, device=cpu) for i, n in enumerate([100, 3, 5])]
+    >>> one = dict(dtype=f32, device=cpu, reducer=AllReduce())
+    >>> specs = [ParamSpec(index=i, name=f"w{i}", shape=(n,), **one) for i, n in enumerate([100, 3, 5])]
     >>> [[slot.param.name for slot in bucket.slots] for bucket in lay_out(specs, bucket_bytes=256)]
     [['w2', 'w1'], ['w0']]
     """
     buckets: list[BucketSpec] = []
-    open_slots: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+    open_slots: dict[tuple[torch.dtype, torch.device, Reducer], list[Slot]] = {}
     for param in reversed(params):
-        key = (param.dtype, param.device)
+        key = (param.dtype, param.device, param.reducer)
         slots = open_slots.setdefault(key, [])
         if slots and (_end(slots[-1]) + param.numel) * param.dtype.itemsize > bucket_bytes:
             buckets.append(_closed(slots))

@@ -20,12 +20,12 @@ from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan
 from gradwire.core.reducer import Link
 from gradwire.errors import NonFiniteError, UsageError
-from gradwire.sync.allreduce import AllReduce
 from gradwire.sync.batchnorm import synchronise_batch_norm
 from gradwire.sync.buffers import BufferExchange, broadcast_all
 from gradwire.sync.exchange import Exchange
 from gradwire.sync.fingerprint import compare, facts_of, plain_name
 from gradwire.sync.gradients import GradientSync
+from gradwire.sync.named import policy_of
 from gradwire.sync.weighting import Weighting
 
 NUM_LANES = 2
@@ -103,9 +103,8 @@ def _gradient_sync(
         trained,
         world=world,
         plan=plan,
-        exchange=Exchange(
-            [(group, world.lane(group.name)) for group in groups], plan.reducer or AllReduce(), world.device
-        ),
+        exchange=Exchange([(group, world.lane(group.name)) for group in groups], world.device),
+        policy=policy_of(plan.sync),
         weighting=weighting,
         buffers=BufferExchange(model, skip_statistics=plan.batch_norm == "sync"),
         sparse=frozenset(index for index, (_, param) in enumerate(trained) if id(param) in tables),

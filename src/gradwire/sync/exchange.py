@@ -13,11 +13,11 @@ from torch import Tensor
 from gradwire.comm.lane import Lane
 from gradwire.comm.text import all_gather_text
 from gradwire.core.group import Group
-from gradwire.core.reducer import Bucket, Reducer, State
-from gradwire.sync.allreduce import sum_sparse
+from gradwire.core.reducer import Bucket, Piece, Reducer, State
 from gradwire.sync.buckets import BucketSpec
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.opening import Opening, agree_on_weights
+from gradwire.sync.sparse import sum_sparse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class Exchange:
     The reducers' new states count only if the step is healthy: a step with a NaN anywhere leaves no trace in them.
     """
 
-    def __init__(self, routes: Sequence[tuple[Group, Lane]], reducer: Reducer, device: torch.device) -> None:
+    def __init__(self, routes: Sequence[tuple[Group, Lane]], device: torch.device) -> None:
         self._routes = routes
         self._group, self._first = routes[0]
-        self._reducer = reducer
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._plain = len(routes) > 1 and reducer.plain(self._group)
+        self._reducers: list[Reducer] = []
+        self._plain = False
         self._begin_at_once = False
         self._begun: list[Callable[[], Tensor]] = []
         self._step = 0
@@ -63,13 +63,18 @@ class Exchange:
         self._buckets = [
             Bucket(
                 index=index,
-                flat=torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device),
-                names=tuple(slot.param.name for slot in spec.slots),
-                numels=tuple(slot.param.numel for slot in spec.slots),
+                flat=self._routes[-1][0].new_zeros(spec.numel, spec.dtype, spec.device),
+                pieces=tuple(
+                    Piece(name=slot.param.name, shape=slot.param.shape, offset=slot.offset) for slot in spec.slots
+                ),
             )
             for index, spec in enumerate(layout)
         ]
-        self._states: list[State] = [self._reducer.init(bucket, self._group) for bucket in self._buckets]
+        self._reducers = [spec.reducer for spec in layout]
+        self._plain = len(self._routes) > 1 and all(reducer.plain(self._group) for reducer in self._reducers)
+        self._states: list[State] = [
+            reducer.init(bucket, self._group) for reducer, bucket in zip(self._reducers, self._buckets, strict=True)
+        ]
         self._next_states = list(self._states)
 
     @property
@@ -152,7 +157,7 @@ class Exchange:
         self._weighed.wait()
         if self._factor is not None:
             bucket.flat.mul_(self._factor)
-        mean, self._next_states[index] = self._reducer.reduce(bucket, self._states[index], group, self._step)
+        mean, self._next_states[index] = self._reducers[index].reduce(bucket, self._states[index], group, self._step)
         if mean.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(mean)
 

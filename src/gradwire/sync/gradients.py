@@ -12,8 +12,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.world import World
+from gradwire.compress.exact import AllReduce
 from gradwire.core.plan import Plan
-from gradwire.core.reducer import Link
+from gradwire.core.policy import SyncPolicy
+from gradwire.core.reducer import Link, Reducer
 from gradwire.errors import UsageError
 from gradwire.sync.autograd import at_end_of_backward
 from gradwire.sync.buckets import START_BUCKET_BYTES, ParamSpec, best_bucket_bytes, lay_out
@@ -45,6 +47,7 @@ class GradientSync:
         world: World,
         plan: Plan,
         exchange: Exchange,
+        policy: SyncPolicy,
         weighting: Weighting,
         buffers: BufferExchange,
         sparse: frozenset[int],
@@ -55,6 +58,8 @@ class GradientSync:
         self._world = world
         self._plan = plan
         self._exchange = exchange
+        self._policy = policy
+        self._reducer = policy.reducer or AllReduce()
         self._weighting = weighting
         self._buffers = buffers
         self._sparse = sparse
@@ -96,7 +101,7 @@ class GradientSync:
 
     def _build(self, bucket_bytes: int) -> None:
         dense = [
-            ParamSpec(index=i, name=name, numel=p.numel(), dtype=p.dtype, device=p.device)
+            _spec_of(i, name, p, self._reducer)
             for i, (name, p) in enumerate(zip(self._names, self._params, strict=True))
             if i not in self._sparse
         ]
@@ -147,7 +152,8 @@ class GradientSync:
     def _choose_mode(self, weight: Weight) -> Mode:
         if self._world.local_only:
             return "local"
-        if not self._plan.policy.at_backward(self._weighting.microbatch):
+        turn = self._policy.at_backward(self._weighting.microbatch, 0)
+        if turn == "keep":
             return "withhold"
         whole = self._scale == 1.0 and (not self._relative or self._window_count == weight.count)
         alone = self._world.size == 1 and whole and not self._filled and not self._local
@@ -332,6 +338,12 @@ class GradientSync:
                 raise UsageError(
                     f"{name} was frozen when gw.distribute was called and is trained now; call gw.distribute again"
                 )
+
+
+def _spec_of(index: int, name: str, param: nn.Parameter, reducer: Reducer) -> ParamSpec:
+    shape = tuple(param.shape)
+    chosen = reducer.choose(name, shape)
+    return ParamSpec(index=index, name=name, shape=shape, dtype=param.dtype, device=param.device, reducer=chosen)
 
 
 def _is_finite(values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.group import Group
-from gradwire.core.reducer import Bucket, Link, Reducer
+from gradwire.core.reducer import Bucket, Link, Piece, Reducer
 
 SIZES = (0, 1, 2, 3, 7, 64, 1023, 4096)
 
@@ -70,7 +70,7 @@ def check_reducer(reducer: Reducer, group: Group, *, exact: bool, steps: int = 5
     in place; an exact reducer gives the sum of contributions to rounding; 100 buckets end; the cost grows with size.
 
     >>> from gradwire.comm.gloo import SoloGroup
-    >>> from gradwire.sync.allreduce import AllReduce
+    >>> from gradwire.compress.exact import AllReduce
     >>> check_reducer(AllReduce(), SoloGroup("data/main"), exact=True)
     """
     for numel in SIZES:
@@ -111,4 +111,4 @@ def _values(numel: int, step: int, rank: int, device: str) -> Tensor:
 
 
 def _bucket(flat: Tensor, index: int = 0) -> Bucket:
-    return Bucket(index=index, flat=flat, names=("values",), numels=(flat.numel(),))
+    return Bucket(index=index, flat=flat, pieces=(Piece(name="values", shape=(flat.numel(),), offset=0),))

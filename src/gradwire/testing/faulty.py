@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gradwire.core.group import Group, Op
@@ -23,6 +24,11 @@ class _Wrapped:
         self.name = inner.name
         self.rank = inner.rank
         self.size = inner.size
+        self.levels = inner.levels
+        self.sums_in_rank_order = inner.sums_in_rank_order
+
+    def new_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._inner.new_zeros(numel, dtype, device)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         self._before("all_reduce")

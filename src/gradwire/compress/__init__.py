@@ -1,0 +1,1 @@
+"""Reducers: how a bucket is agreed exactly, or in fewer bytes."""

@@ -1,0 +1,56 @@
+"""`Outer`: the step that local steps' agreed difference takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from gradwire.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Outer(Protocol):
+    """A frozen dataclass."""
+
+    def update(self, delta: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
+        """delta: the agreed (global - local), (numel,) float. Returns what to subtract from global, and the next velocity."""
+        ...
+
+    def words(self) -> str:
+        """A few words for people."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nesterov:
+    """SGD with Nesterov momentum on parameter deltas (DiLoCo, arXiv 2311.08105).
+
+    ``v <- momentum v + delta``; global moves by ``-lr (delta + momentum v)``. lr 1 and momentum 0 is plain averaging.
+
+    >>> import torch
+    >>> step, _ = Nesterov(lr=0.7, momentum=0.9).update(torch.tensor([10.0 - 7.0]), torch.zeros(1))
+    >>> round(10.0 - float(step), 2)
+    6.01
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.6
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr <= 10:
+            raise UsageError(
+                f"Nesterov(lr={self.lr!r}) must be above 0 and at most 10; 0.7 is usual, 1 is plain averaging"
+            )
+        if not 0 <= self.momentum < 1:
+            raise UsageError(
+                f"Nesterov(momentum={self.momentum!r}) must be at least 0 and below 1; 0.6 to 0.9 is usual"
+            )
+
+    def update(self, delta: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
+        following = self.momentum * velocity + delta
+        return self.lr * (delta + self.momentum * following), following
+
+    def words(self) -> str:
+        return f"outer Nesterov lr {self.lr:g} momentum {self.momentum:g}"

@@ -1,0 +1,164 @@
+"""The policies: agree every step, every k-th, one step late, or on parameters after some local steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradwire.core.outer import Nesterov, Outer
+from gradwire.core.policy import Turn
+from gradwire.errors import UsageError
+
+if TYPE_CHECKING:  # the launcher reads plans too, and must start without torch
+    from gradwire.core.microbatch import Microbatch
+    from gradwire.core.reducer import Reducer
+
+WARM_UP_STEPS = 20
+
+
+def _ends_window(micro: Microbatch | None) -> bool:
+    return micro is None or micro.last
+
+
+def _require_whole(owner: str, name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{owner}({name}={value!r}) must be a whole number, at least {least}")
+
+
+class _GradientsOnly:
+    """What policies that agree gradients have in common."""
+
+    delay = 0
+    num_fragments = 1
+    outer: Outer | None = None
+
+    def at_step(self, step: int) -> tuple[int, ...]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryStep(_GradientsOnly):
+    """Agree on the gradient once a window, on its last micro-batch. Exact if its reducer is.
+
+    >>> EveryStep().at_backward(None, step=7), EveryStep().at_step(7)
+    ('agree', ())
+    """
+
+    reducer: Reducer | None = None
+
+    def at_backward(self, micro: Microbatch | None, step: int) -> Turn:
+        return "agree" if _ends_window(micro) else "keep"
+
+    def words(self) -> str:
+        return "gradients are agreed every step"
+
+    def syncs_per_step(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulate(_GradientsOnly):
+    """Agree, and step, once every ``every`` global batches: one batch that is so many times larger.
+
+    Until then ``.grad`` is None, so ``optimizer.step()`` does nothing. Exact for the larger batch. What is left of a window
+    when an epoch ends goes on into the next one; what is left when training ends is not used.
+
+    >>> [Accumulate(every=2).at_backward(None, step=step) for step in range(4)]
+    ['keep', 'agree', 'keep', 'agree']
+    """
+
+    every: int
+    reducer: Reducer | None = None
+
+    def __post_init__(self) -> None:
+        _require_whole("Accumulate", "every", self.every, 1)
+
+    def at_backward(self, micro: Microbatch | None, step: int) -> Turn:
+        return "agree" if _ends_window(micro) and step % self.every == self.every - 1 else "keep"
+
+    def words(self) -> str:
+        return f"gradients are agreed every {self.every} batches, which are one step"
+
+    def syncs_per_step(self) -> float:
+        return 1.0 / self.every
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delayed(_GradientsOnly):
+    """Step with the gradient agreed for the batch before: the exchange travels during the next forward and backward.
+
+    Stale by one step, stated: after the first backward ``.grad`` is None, and the last batch's gradient is never used.
+    """
+
+    reducer: Reducer | None = None
+    delay = 1
+
+    def at_backward(self, micro: Microbatch | None, step: int) -> Turn:
+        return "agree" if _ends_window(micro) else "keep"
+
+    def words(self) -> str:
+        return "gradients are agreed during the next step and used one step late"
+
+    def syncs_per_step(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps:
+    """Each rank steps by its own gradient; every ``every`` steps the ranks agree on their parameters.
+
+    What travels is the difference (global - local) since the last time, through ``reducer``; ``outer`` makes the new parameters
+    from it (DiLoCo, arXiv 2311.08105; local SGD, arXiv 1805.09767). The first ``exact_steps`` steps agree gradients exactly
+    (post-local SGD, arXiv 1808.07217). With ``fragments`` the parameters are agreed in so many parts at different steps
+    (Streaming DiLoCo, arXiv 2501.18512), so that no step carries the whole exchange.
+
+    outer: default Nesterov with lr 0.7 and momentum 0.6 up to ``every=16``, 0.9 above.
+
+    >>> policy = LocalSteps(every=4, exact_steps=2)
+    >>> [policy.at_backward(None, step=step) for step in range(3)]
+    ['agree', 'agree', 'own']
+    >>> [step for step in range(12) if policy.at_step(step)]
+    [5, 9]
+    """
+
+    every: int
+    reducer: Reducer | None = None
+    outer: Outer | None = None
+    exact_steps: int = WARM_UP_STEPS
+    fragments: int = 1
+    delay = 0
+
+    def __post_init__(self) -> None:
+        _require_whole("LocalSteps", "every", self.every, 1)
+        _require_whole("LocalSteps", "exact_steps", self.exact_steps, 0)
+        _require_whole("LocalSteps", "fragments", self.fragments, 1)
+        if self.fragments > self.every:
+            raise UsageError(
+                f"LocalSteps(fragments={self.fragments}) must not be above every={self.every}: at most one a step"
+            )
+        if self.outer is None:
+            object.__setattr__(self, "outer", Nesterov(momentum=0.6 if self.every <= 16 else 0.9))
+
+    @property
+    def num_fragments(self) -> int:
+        return self.fragments
+
+    def at_backward(self, micro: Microbatch | None, step: int) -> Turn:
+        if not _ends_window(micro):
+            return "keep"
+        return "agree" if step < self.exact_steps else "own"
+
+    def at_step(self, step: int) -> tuple[int, ...]:
+        place = (step - self.exact_steps) % self.every
+        if step < self.exact_steps:
+            return ()
+        return tuple(f for f in range(self.fragments) if place == (f + 1) * self.every // self.fragments - 1)
+
+    def words(self) -> str:
+        outer = self.outer.words() if self.outer else ""
+        parts = f", {self.fragments} fragments in turn" if self.fragments > 1 else ""
+        warm_up = f" after {self.exact_steps} exact steps" if self.exact_steps else ""
+        return f"parameters are agreed every {self.every} local steps{parts}{warm_up} ({outer})"
+
+    def syncs_per_step(self) -> float:
+        return 1.0 / self.every

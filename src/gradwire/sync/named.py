@@ -1,0 +1,60 @@
+"""From what a plan says (a text, a reducer or a policy) to the policy."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from gradwire.compress.exact import AllReduce
+from gradwire.core.outer import Nesterov
+from gradwire.core.plan import Sync
+from gradwire.core.policies import Accumulate, Delayed, EveryStep, LocalSteps
+from gradwire.core.policy import SyncPolicy
+from gradwire.core.reducer import Reducer
+from gradwire.core.spelling import Spelled, parse
+from gradwire.errors import PlanError
+
+
+def policy_of(sync: Sync) -> SyncPolicy:
+    """The policy that ``Plan(sync=...)`` means.
+
+    >>> policy_of("local:every=8").words()
+    'parameters are agreed every 8 local steps after 20 exact steps (outer Nesterov lr 0.7 momentum 0.6)'
+    """
+    if isinstance(sync, str):
+        return _policy(parse(sync))
+    if hasattr(sync, "at_backward"):
+        return cast("SyncPolicy", sync)
+    if hasattr(sync, "reduce"):
+        return EveryStep(reducer=cast("Reducer", sync))
+    cure = f"wrap it: ErrorFeedback({sync})" if hasattr(sync, "encode") else "use a text, a reducer or a policy"
+    raise PlanError(f"sync={sync!r} says neither when nor how to agree; {cure}")
+
+
+def _policy(spelled: Spelled) -> SyncPolicy:
+    options = dict(spelled.options)
+    reducer = _reducer(spelled.codec) if spelled.codec else None
+    match spelled.name:
+        case "accumulate":
+            return Accumulate(every=int(options["every"]), reducer=reducer)
+        case "delayed":
+            return Delayed(reducer=reducer)
+        case "local":
+            return _local(options, reducer)
+        case _:
+            return EveryStep(reducer=_reducer(spelled))
+
+
+def _local(options: dict[str, int | float | str], reducer: Reducer | None) -> LocalSteps:
+    usual = LocalSteps(every=int(options["every"]))
+    given = cast("Nesterov", usual.outer)
+    return LocalSteps(
+        every=usual.every,
+        reducer=reducer,
+        outer=Nesterov(lr=float(options.get("lr", given.lr)), momentum=float(options.get("momentum", given.momentum))),
+        exact_steps=int(options.get("exact_steps", usual.exact_steps)),
+        fragments=int(options.get("fragments", 1)),
+    )
+
+
+def _reducer(spelled: Spelled) -> Reducer:
+    return AllReduce()
