@@ -13,15 +13,15 @@ Task = Callable[[], object]
 class Lane:
     """Runs tasks one after another, in the order of ``submit``, beside the training thread.
 
-    After a task raised, later ones are dropped and ``drain`` raises the first error, once. The thread starts with the
-    first task and ends with ``close``.
+    After a task raised, later ones are dropped, and whoever waits next raises the first error, once. The thread starts
+    with the first task and ends with ``close``.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._idle = threading.Event()
+        self._markers: set[Task] = set()
         self._error: BaseException | None = None
 
     def submit(self, task: Task) -> None:
@@ -32,16 +32,27 @@ class Lane:
             self._thread.start()
         self._tasks.put(task)
 
-    def drain(self) -> None:
-        """Return when every task submitted so far has ended; raise the first error among them."""
+    def marker(self) -> Callable[[], None]:
+        """A function that waits until every task submitted before now has ended, and raises the first error among them."""
         if self._thread is None:
-            return
-        self._idle.clear()
-        self._tasks.put(self._idle.set)
-        self._idle.wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+            return lambda: None
+        passed = threading.Event()
+        mark = passed.set
+        self._markers.add(mark)
+        self._tasks.put(mark)
+
+        def wait() -> None:
+            passed.wait()
+            self._markers.discard(mark)
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+        return wait
+
+    def drain(self) -> None:
+        """Wait until every task submitted so far has ended; raise the first error among them."""
+        self.marker()()
 
     def close(self) -> None:
         """End the thread after the tasks already queued; a thread blocked in a dead collective is left to the process."""
@@ -52,7 +63,7 @@ class Lane:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            if self._error is not None and task != self._idle.set:
+            if self._error is not None and task not in self._markers:
                 continue
             try:
                 task()

@@ -87,6 +87,11 @@ class StepClock:
         self._open.exchange_s += exchange_s
         self._open.samples += samples
 
+    def blocked(self, seconds: float) -> None:
+        """The training thread was blocked in an exchange after its backward: the ranks agreed on their parameters."""
+        if self._open is not None:
+            self._open.exchange_s += seconds
+
     def account(self) -> StepAccount:
         """The medians so far; zeros before the first full step."""
         columns = list(zip(*self._turns, strict=True)) or [(0.0,)] * 3

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradwire.core.outer import Nesterov, Outer
-from gradwire.core.policy import Turn
+from gradwire.core.policy import SyncPolicy, Turn
 from gradwire.errors import UsageError
 
 if TYPE_CHECKING:  # the launcher reads plans too, and must start without torch
@@ -29,11 +29,15 @@ class _GradientsOnly:
     """What policies that agree gradients have in common."""
 
     delay = 0
+    spans_batches = False
     num_fragments = 1
     outer: Outer | None = None
 
     def at_step(self, step: int) -> tuple[int, ...]:
         return ()
+
+    def alone(self) -> SyncPolicy:
+        return EveryStep()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +73,13 @@ class Accumulate(_GradientsOnly):
 
     every: int
     reducer: Reducer | None = None
+    spans_batches = True
 
     def __post_init__(self) -> None:
         _require_whole("Accumulate", "every", self.every, 1)
+
+    def alone(self) -> SyncPolicy:
+        return Accumulate(every=self.every)
 
     def at_backward(self, micro: Microbatch | None, step: int) -> Turn:
         return "agree" if _ends_window(micro) and step % self.every == self.every - 1 else "keep"
@@ -127,6 +135,7 @@ class LocalSteps:
     exact_steps: int = WARM_UP_STEPS
     fragments: int = 1
     delay = 0
+    spans_batches = False
 
     def __post_init__(self) -> None:
         _require_whole("LocalSteps", "every", self.every, 1)
@@ -142,6 +151,9 @@ class LocalSteps:
     @property
     def num_fragments(self) -> int:
         return self.fragments
+
+    def alone(self) -> SyncPolicy:
+        return EveryStep()
 
     def at_backward(self, micro: Microbatch | None, step: int) -> Turn:
         if not _ends_window(micro):

@@ -26,6 +26,11 @@ class SyncPolicy(Protocol):
         ...
 
     @property
+    def spans_batches(self) -> bool:
+        """Whether one window holds several global batches, so that its sample count is only known when it ends."""
+        ...
+
+    @property
     def num_fragments(self) -> int:
         """Into how many parts the parameters are cut that are agreed at different steps."""
         ...
@@ -44,6 +49,10 @@ class SyncPolicy(Protocol):
 
     def at_step(self, step: int) -> tuple[int, ...]:
         """Which fragments of the parameters are agreed after optimizer step ``step`` (from 0)."""
+        ...
+
+    def alone(self) -> SyncPolicy:
+        """What a world of one does: the same batches a step, exactly, and nothing else."""
         ...
 
     def words(self) -> str:

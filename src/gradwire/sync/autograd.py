@@ -1,10 +1,13 @@
-"""The one private door to autograd: a callback at the end of backward, version-checked."""
+"""Autograd's doors: hooks around each parameter's gradient, and the one private one, the end of backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.errors import GradwireError
 
@@ -22,3 +25,30 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
             f"torch {torch.__version__} has no end-of-backward callback; gradwire needs torch 2.13 or a release that kept it"
         )
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore  # untyped in torch
+
+
+class GradientHooks:
+    """Calls ``before(index)`` and ``after(index)`` around each parameter's gradient in every backward."""
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], *, before: Callable[[int], None], after: Callable[[int], None]
+    ) -> None:
+        self._nodes: list[Node] = []
+        self._handles: list[RemovableHandle] = []
+        for index, param in enumerate(params):
+            self._hook(index, param, before, after)
+
+    def _hook(
+        self, index: int, param: nn.Parameter, before: Callable[[int], None], after: Callable[[int], None]
+    ) -> None:
+        # The node's pre-hook, unlike the tensor's, does not fire for torch.autograd.grad. The node is kept alive here:
+        # autograd only holds it weakly and would make a new one without the hook.
+        node = get_gradient_edge(param).node
+        self._nodes.append(node)
+        self._handles.append(node.register_prehook(lambda _: before(index)))
+        self._handles.append(param.register_post_accumulate_grad_hook(lambda _: after(index)))
+
+    def close(self) -> None:
+        """Remove every hook; the model is the user's again."""
+        for handle in self._handles:
+            handle.remove()

@@ -28,10 +28,11 @@ class _Place:
 class BufferExchange:
     """Agrees on a model's buffers once a step, beside backward.
 
-    ``collect`` and ``apply`` run on the training thread, ``exchange`` on the lane between them.
+    ``collect`` and ``apply`` run on the training thread, ``exchange`` on the thread that has the group, between them.
     """
 
-    def __init__(self, model: nn.Module, *, skip_statistics: bool = False) -> None:
+    def __init__(self, model: nn.Module, group: Group, *, skip_statistics: bool = False) -> None:
+        self._group = group
         statistics, others = _places(model)
         self._statistics = [] if skip_statistics else statistics  # synchronised statistics are equal already
         self._others = others
@@ -49,21 +50,27 @@ class BufferExchange:
             place.tensor.detach().clone() for place, new in zip(self._others, self._changed, strict=True) if new
         ]
 
-    def exchange(self, group: Group, weight: float) -> None:
+    def exchange(self, weight: float) -> None:
         """Weighted mean of the statistics; rank 0's list of changed buffers, then those buffers."""
         if self._weighted:
             kind = self._weighted[0]
             flat = torch.cat([*(tensor.flatten() for tensor in self._weighted), kind.new_tensor([weight])])
-            group.all_reduce(flat)
+            self._group.all_reduce(flat)
             whole = float(flat[-1])
             sizes = [tensor.numel() for tensor in self._weighted]
             self._weighted = list((flat[:-1] / whole).split(sizes)) if whole else []
         if self._others:
             device = self._others[0].tensor.device
-            flags = group.broadcast(torch.tensor(self._changed, dtype=torch.uint8, device=device))
+            flags = self._group.broadcast(torch.tensor(self._changed, dtype=torch.uint8, device=device))
             self._changed = [bool(flag) for flag in flags.tolist()]
             self._news = [p.tensor.detach().clone() for p, new in zip(self._others, self._changed, strict=True) if new]
-            broadcast_all(self._news, group)
+            broadcast_all(self._news, self._group)
+
+    def agree(self, weight: float) -> None:
+        """All of it at once, on this thread."""
+        self.collect(weight)
+        self.exchange(weight)
+        self.apply()
 
     @torch.no_grad()
     def apply(self) -> None:

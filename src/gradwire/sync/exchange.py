@@ -1,10 +1,10 @@
-"""`Exchange`: what the lane does in a step: weigh, reduce each bucket, agree."""
+"""`Exchange`: what happens to the buckets of one step: weigh, reduce each, agree."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.comm.lane import Lane
 from gradwire.comm.text import all_gather_text
 from gradwire.core.group import Group
-from gradwire.core.reducer import Bucket, Piece, Reducer, State
+from gradwire.core.reducer import Bucket, Piece, State
 from gradwire.sync.buckets import BucketSpec
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.opening import Opening, agree_on_weights
@@ -25,89 +25,127 @@ class Agreement:
     """What all ranks know alike after an exchange.
 
     used: per parameter (registration order), whether any rank had a gradient. nonfinite: ``rank 1: layer.weight``, ...;
-    empty in a healthy step.
+    empty in a healthy step. rows: the agreed sparse gradients by parameter.
     """
 
     used: tuple[bool, ...]
     nonfinite: tuple[str, ...]
+    rows: Mapping[int, Tensor]
 
 
 class Exchange:
-    """Runs beside backward; only ``agree`` and ``measure`` wait.
+    """Runs beside backward; only what ``seal`` returns, and ``measure``, wait.
 
     Buckets take turns on the lanes, each a thread with a group of its own: while one waits for the wire's far end the
     other's bytes fill it, and every reducer stays blocking and straight-line. Whatever is not a bucket runs on the first.
     A plain all-reduce needs no thread of ours: it is begun on the last route's group at once, unless the opening has
     still to say how to weigh it.
 
+    ``delay`` exchanges may be on their way while the next one's buckets fill: there are ``1 + delay`` sets of buckets, and
+    everything, the agreement too, runs on one lane in order.
+
     The reducers' new states count only if the step is healthy: a step with a NaN anywhere leaves no trace in them.
     """
 
-    def __init__(self, routes: Sequence[tuple[Group, Lane]], device: torch.device) -> None:
-        self._routes = routes
+    def __init__(self, routes: Sequence[tuple[Group, Lane]], device: torch.device, *, delay: int = 0) -> None:
+        self._routes = routes[:1] if delay else routes
         self._group, self._first = routes[0]
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._reducers: list[Reducer] = []
-        self._plain = False
+        self._delay = delay
         self._begin_at_once = False
         self._begun: list[Callable[[], Tensor]] = []
-        self._step = 0
         self._factor: float | None = None
         self._weighed = threading.Event()
-        self.sparse: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor] = {}
+        self.step = 0
         self.build(())
 
     def build(self, layout: Sequence[BucketSpec]) -> None:
         """Make the buckets of a layout, zeroed; forgets the reducers' states."""
-        self._buckets = [
-            Bucket(
-                index=index,
-                flat=self._routes[-1][0].new_zeros(spec.numel, spec.dtype, spec.device),
-                pieces=tuple(
-                    Piece(name=slot.param.name, shape=slot.param.shape, offset=slot.offset) for slot in spec.slots
-                ),
-            )
-            for index, spec in enumerate(layout)
-        ]
+        self._sets = [[self._bucket(index, spec) for index, spec in enumerate(layout)] for _ in range(1 + self._delay)]
+        self._set = 0
         self._reducers = [spec.reducer for spec in layout]
         self._plain = len(self._routes) > 1 and all(reducer.plain(self._group) for reducer in self._reducers)
-        self._states: list[State] = [
-            reducer.init(bucket, self._group) for reducer, bucket in zip(self._reducers, self._buckets, strict=True)
-        ]
-        self._next_states = list(self._states)
+        pairs = zip(self._reducers, self._sets[0], strict=True)
+        self.restore([reducer.init(bucket, self._group) for reducer, bucket in pairs])
+
+    def _bucket(self, index: int, spec: BucketSpec) -> Bucket:
+        return Bucket(
+            index=index,
+            flat=self._routes[-1][0].new_zeros(spec.numel, spec.dtype, spec.device),
+            pieces=tuple(
+                Piece(name=slot.param.name, shape=slot.param.shape, offset=slot.offset) for slot in spec.slots
+            ),
+        )
+
+    def flats(self, number: int) -> list[Tensor]:
+        """The buckets' values, each (numel,), of set ``number``."""
+        return [bucket.flat for bucket in self._sets[number]]
+
+    @property
+    def num_sets(self) -> int:
+        return len(self._sets)
+
+    @property
+    def current(self) -> int:
+        """The set of buckets that fills now."""
+        return self._set
+
+    def fill(self, number: int) -> None:
+        """Let set ``number`` be the one that fills next."""
+        self._set = number % len(self._sets)
+
+    # --- states ------------------------------------------------------------------------------------------------------
 
     @property
     def stateless(self) -> bool:
         """Whether the reducers remember nothing, so that the layout may change."""
         return not any(self._states)
 
-    def flat(self, index: int) -> Tensor:
-        """Bucket ``index``'s values (numel,)."""
-        return self._buckets[index].flat
+    @property
+    def states(self) -> list[State]:
+        """What the reducers remember, by bucket. Only between steps."""
+        return list(self._states)
+
+    def restore(self, states: Sequence[State]) -> None:
+        """Go on from these."""
+        self._states = list(states)
+        self._next_states = list(states)
+
+    def resplit(self, worlds: Sequence[Sequence[State]]) -> list[State]:
+        """This rank's states from those of all ranks of an earlier world, by rank and bucket."""
+        return [
+            reducer.resplit([states[index] for states in worlds], bucket, self._group)
+            for index, (reducer, bucket) in enumerate(zip(self._reducers, self._sets[0], strict=True))
+        ]
+
+    # --- a step ------------------------------------------------------------------------------------------------------
 
     def open(self, opening: Opening) -> None:
         """First in every exchange: the ranks are at the same batch, and what their buckets are to be multiplied by."""
-        self._factor = None
-        self._weighed.clear()
+        self._rows = {}
         self._begin_at_once = self._plain and not opening.explicit
-        self._submit(lambda: self._open(opening))
+        weighed = self._weighed = threading.Event()
+        self._submit(lambda: self._open(opening, weighed))
 
     def buffers(self, buffers: BufferExchange, weight: float) -> None:
         """Agree on the model's buffers, beside backward."""
-        self._submit(lambda: buffers.exchange(self._group, weight))
+        self._submit(lambda: buffers.exchange(weight))
 
     def bucket(self, index: int) -> None:
         """Bucket ``index`` is full: reduce it. Always called in index order."""
         group, lane = self._routes[-1 if self._plain else index % len(self._routes)]
+        bucket, weighed = self._sets[self._set][index], self._weighed
         if self._begin_at_once:
-            self._begun.append(group.begin_all_reduce(self._buckets[index].flat))
+            self._begun.append(group.begin_all_reduce(bucket.flat))
         else:
-            self._submit(lambda: self._reduce(index, group), lane)
+            self._submit(lambda: self._reduce(bucket, group, weighed), lane)
 
     def rows(self, index: int, grad: Tensor | None, like: Tensor) -> None:
-        """Sum the sparse gradient of parameter ``index`` into ``self.sparse``."""
-        self._submit(lambda: self._sum_rows(index, grad, like))
+        """Sum the sparse gradient of parameter ``index``."""
+        rows = self._rows
+        self._submit(lambda: rows.update({index: self._sum_rows(grad, like)}))
 
     def measure(self, seconds: Sequence[float]) -> list[float]:
         """Rank 0's figures, so that all ranks decide alike from them. Waits."""
@@ -115,12 +153,29 @@ class Exchange:
         figures = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         return self._group.broadcast(figures).tolist()
 
-    def agree(self, present: Sequence[bool], bad: Sequence[str]) -> Agreement:
-        """Wait for all of the above and one tiny all-reduce: who has a gradient, who met a NaN (bad: names)."""
+    def seal(self, present: Sequence[bool], bad: Sequence[str]) -> Callable[[], Agreement]:
+        """All of the above, and one tiny all-reduce: who has a gradient, who met a NaN (bad: names).
+
+        Returns a function that waits for it. The next exchange fills the next set of buckets.
+        """
+        rows = self._rows
+        self._set = (self._set + 1) % len(self._sets)
+        if not self._delay:
+            return lambda: self._agree_now(present, bad, rows)
+        told: list[Agreement] = []
+        self._submit(lambda: told.append(self._agree(present, bad, rows)))
+        passed = self._first.marker()
+
+        def wait() -> Agreement:
+            passed()
+            self._follow_stream()
+            return told[0]
+
+        return wait
+
+    def _agree_now(self, present: Sequence[bool], bad: Sequence[str], rows: Mapping[int, Tensor]) -> Agreement:
         self._drain()
-        agreement = self._agree(present, bad)
-        self._step += 1
-        return agreement
+        return self._agree(present, bad, rows)
 
     def _drain(self) -> None:
         """Everything submitted has ended; this thread may use the groups now."""
@@ -129,8 +184,13 @@ class Exchange:
             wait()
         for _, lane in self._routes:
             lane.drain()
+        self._follow_stream()
+
+    def _follow_stream(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    # --- on the lanes ------------------------------------------------------------------------------------------------
 
     def _submit(self, task: Callable[[], object], lane: Lane | None = None) -> None:
         lane = lane or self._first
@@ -146,27 +206,28 @@ class Exchange:
             ready.wait()
             task()
 
-    def _open(self, opening: Opening) -> None:
+    def _open(self, opening: Opening, weighed: threading.Event) -> None:
+        self._factor = None
         try:
             self._factor = agree_on_weights(opening, self._group, self._device)
         finally:
-            self._weighed.set()  # also when it failed: nobody must wait for ever
+            weighed.set()  # also when it failed: nobody must wait for ever
 
-    def _reduce(self, index: int, group: Group) -> None:
-        bucket = self._buckets[index]
-        self._weighed.wait()
+    def _reduce(self, bucket: Bucket, group: Group, weighed: threading.Event) -> None:
+        weighed.wait()
         if self._factor is not None:
             bucket.flat.mul_(self._factor)
-        mean, self._next_states[index] = self._reducers[index].reduce(bucket, self._states[index], group, self._step)
+        index = bucket.index
+        mean, self._next_states[index] = self._reducers[index].reduce(bucket, self._states[index], group, self.step)
         if mean.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(mean)
 
-    def _sum_rows(self, index: int, grad: Tensor | None, like: Tensor) -> None:
+    def _sum_rows(self, grad: Tensor | None, like: Tensor) -> Tensor:
         if grad is not None and self._factor is not None:
             grad = grad * self._factor
-        self.sparse[index] = sum_sparse(grad, like, self._group)
+        return sum_sparse(grad, like, self._group)
 
-    def _agree(self, present: Sequence[bool], bad: Sequence[str]) -> Agreement:
+    def _agree(self, present: Sequence[bool], bad: Sequence[str], rows: Mapping[int, Tensor]) -> Agreement:
         flags = torch.tensor([bool(bad), *present], dtype=torch.float32, device=self._device)
         anybody = (self._group.all_reduce(flags) > 0).tolist()
         nonfinite: tuple[str, ...] = ()
@@ -175,4 +236,5 @@ class Exchange:
             nonfinite = tuple(f"rank {rank}: {name}" for rank, text in enumerate(texts) for name in json.loads(text))
             self._next_states = list(self._states)
         self._states = list(self._next_states)
-        return Agreement(used=tuple(anybody[1:]), nonfinite=nonfinite)
+        self.step += 1
+        return Agreement(used=tuple(anybody[1:]), nonfinite=nonfinite, rows=rows)

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.world import World
 from gradwire.compress.exact import AllReduce
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
-from gradwire.core.reducer import Link, Reducer
-from gradwire.errors import UsageError
-from gradwire.sync.autograd import at_end_of_backward
-from gradwire.sync.buckets import START_BUCKET_BYTES, ParamSpec, best_bucket_bytes, lay_out
+from gradwire.core.reducer import Link
+from gradwire.sync.autograd import GradientHooks, at_end_of_backward
+from gradwire.sync.buckets import (
+    START_BUCKET_BYTES,
+    best_bucket_bytes,
+    is_finite,
+    lay_out,
+    nonfinite_grads,
+    spec_of,
+    views_of,
+)
 from gradwire.sync.buffers import BufferExchange
-from gradwire.sync.exchange import Exchange
-from gradwire.sync.opening import Opening
-from gradwire.sync.weighting import Weight, Weighting
+from gradwire.sync.exchange import Agreement, Exchange
+from gradwire.sync.kept import GradientState, PendingState
+from gradwire.sync.weighting import Weight, Weighting, Window
 
-Mode = Literal["sync", "withhold", "local", "alone"]
+Mode = Literal["sync", "withhold", "own", "local", "alone"]
 MEASURED_ROUND = 3  # the exchange after which the bucket size follows the measured backward time
+
+
+def _told(agreement: Agreement) -> Agreement:
+    return agreement
 
 
 class GradientSync:
@@ -33,8 +44,9 @@ class GradientSync:
 
     A *round* is one backward: ``_begin`` at the first hook, ``_finish`` from the engine's end-of-backward callback. Its mode:
     ``sync`` exchanges; ``withhold`` keeps a window's earlier micro-batches in the buckets (``.grad`` is None);
-    ``local`` leaves this rank's own gradient in ``.grad`` (``gw.no_sync``); ``alone`` is a world of one, where autograd's
-    own tensors stay untouched.
+    ``own`` ends a window with this rank's own mean in ``.grad`` (local steps); ``alone`` is the same where autograd's own
+    tensors are that mean already and stay untouched (also: a world of one); ``local`` leaves this rank's own gradient in
+    ``.grad`` for a later exchange (``gw.no_sync``).
 
     What a parameter may carry into a round: an *agreed* gradient of an earlier backward (held aside and added back), or
     a *local* one from ``no_sync`` (part of this rank's contribution).
@@ -65,11 +77,10 @@ class GradientSync:
         self._sparse = sparse
         self._link = link
         self._mode: Mode | None = None
-        self._scale = 1.0
+        self._window = Window()
+        self._sealed: deque[tuple[Callable[[], Agreement], int]] = deque()
+        self._window_ended = False
         self._began_s = 0.0
-        self._window_count = 0.0
-        self._relative = False
-        self._unit = 0.0
         self._filled: set[int] = set()
         self._local: set[int] = set()
         self._arrived: set[int] = set()
@@ -77,48 +88,37 @@ class GradientSync:
         self._pending: dict[int, Tensor] = {}
         self._rows: dict[int, Tensor] = {}
         self._finite: list[tuple[str, Tensor]] = []
-        self._window_closed = False
         self.rounds = 0
+        self.steps = 0
         self.nonfinite: tuple[str, ...] = ()
         self._build(plan.bucket_bytes or START_BUCKET_BYTES)
-        self._nodes: list[Node] = []
-        self._handles: list[RemovableHandle] = []
-        for index, param in enumerate(self._params):
-            self._hook(index, param)
-
-    def _hook(self, index: int, param: nn.Parameter) -> None:
-        # The node's pre-hook, unlike the tensor's, does not fire for torch.autograd.grad. The node is kept alive here:
-        # autograd only holds it weakly and would make a new one without the hook.
-        node = get_gradient_edge(param).node
-        self._nodes.append(node)
-        self._handles.append(node.register_prehook(lambda _: self._before(index)))
-        self._handles.append(param.register_post_accumulate_grad_hook(lambda _: self._after(index)))
+        self._hooks = GradientHooks(self._params, before=self._before, after=self._after)
 
     def close(self) -> None:
-        """Remove every hook; the model is the user's again."""
-        for handle in self._handles:
-            handle.remove()
+        """The model is the user's again."""
+        self._hooks.close()
 
     def _build(self, bucket_bytes: int) -> None:
         dense = [
-            _spec_of(i, name, p, self._reducer)
+            spec_of(i, name, p, self._reducer)
             for i, (name, p) in enumerate(zip(self._names, self._params, strict=True))
             if i not in self._sparse
         ]
         self._layout = lay_out(dense, bucket_bytes)
         self._bucket_of = {slot.param.index: b for b, spec in enumerate(self._layout) for slot in spec.slots}
-        self._views: dict[int, Tensor] = {}
-        if self._world.size == 1 and self._plan.accumulate == 1:
-            return  # buckets are made when a window first needs them
-        self._allocate()
+        self.bucket_bytes = bucket_bytes
+        self._sets: list[dict[int, Tensor]] = []
+        if self._world.size > 1:
+            self._allocate()  # alone, buckets are made when a window first needs them
 
     def _allocate(self) -> None:
         self._exchange.build(self._layout)
-        for b, spec in enumerate(self._layout):
-            for slot in spec.slots:
-                index = slot.param.index
-                flat = self._exchange.flat(b)[slot.offset : slot.offset + slot.param.numel]
-                self._views[index] = flat.view(self._params[index].shape)
+        self._sets = [views_of(self._layout, self._exchange.flats(s)) for s in range(self._exchange.num_sets)]
+
+    @property
+    def _views(self) -> dict[int, Tensor]:
+        """Each dense parameter's place in the buckets that fill now."""
+        return self._sets[self._exchange.current]
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
@@ -127,63 +127,38 @@ class GradientSync:
         self.nonfinite = ()
         weight = self._weighting.begin()
         self._began_s = time.monotonic()
-        if self._window_closed and weight.first:
-            self._window_count, self._unit, self._relative, self._window_closed = 0.0, 0.0, False, False
-        if not idle:
-            self._weigh(weight)
+        self._window.begin(weight, idle=idle)
         self._mode = self._choose_mode(weight)
         if self._mode == "alone":
             return
-        if not self._views and self._layout:
+        if not self._sets:
             self._allocate()
         self._arrived.clear()
         self._waiting = [len(spec.slots) for spec in self._layout]
         self._next_bucket = 0
         if self._mode == "sync":
-            self._exchange.open(self._opening())
+            self._exchange.open(self._window.opening(self._weighting.microbatch))
             if self._world.size > 1:
-                self._buffers.collect(self._window_count)
-                self._exchange.buffers(self._buffers, self._window_count)
-
-    def _opening(self) -> Opening:
-        micro = self._weighting.microbatch
-        return Opening(count=self._window_count, unit=self._unit or 1.0, explicit=self._relative, microbatch=micro)
+                self._buffers.collect(self._window.count)
+                if not self._policy.delay:
+                    self._exchange.buffers(self._buffers, self._window.count)
 
     def _choose_mode(self, weight: Weight) -> Mode:
         if self._world.local_only:
             return "local"
-        turn = self._policy.at_backward(self._weighting.microbatch, 0)
+        turn = self._policy.at_backward(self._weighting.microbatch, self.steps)
         if turn == "keep":
             return "withhold"
-        whole = self._scale == 1.0 and (not self._relative or self._window_count == weight.count)
-        alone = self._world.size == 1 and whole and not self._filled and not self._local
-        return "alone" if alone else "sync"
-
-    def _weigh(self, weight: Weight) -> None:
-        """Set the factor of this backward's gradients.
-
-        With a known total it is n_r/N. Otherwise gradients are kept relative to the window's first count (never large,
-        for half precision's sake) and the exchange divides by the total.
-        """
-        count, total = weight.count, weight.total
-        explicit = total is None
-        if self._window_count and count and explicit is not self._relative:
-            raise UsageError(
-                "gw.weight was called for some micro-batches of a window only; call it before each backward"
-            )
-        if count or not self._window_count:
-            self._relative = explicit
-        self._window_count += count if weight.first else 0.0
-        if total is not None and not self._relative:
-            self._unit = total
-        elif not self._unit:
-            self._unit = count
-        self._scale = count / self._unit if self._unit else 0.0
+        untouched = not self._filled and not self._rows and not self._local
+        if turn == "own":
+            return "alone" if untouched and self._window.count == weight.count > 0 else "own"
+        whole = self._window.scale == 1.0 and (not self._window.relative or self._window.count == weight.count)
+        return "alone" if self._world.size == 1 and whole and untouched else "sync"
 
     @property
     def _local_unit(self) -> float:
         """Under ``no_sync``, ``.grad`` holds scale x this, so that equal weights leave autograd's own values (as DDP)."""
-        return 1.0 if self._relative else float(self._world.size)
+        return 1.0 if self._window.relative else float(self._world.size)
 
     def _before(self, index: int) -> None:
         if self._mode is None:
@@ -212,12 +187,12 @@ class GradientSync:
         if fresh is not None and self._mode == "local":
             self._keep_local(index, fresh)
         elif fresh is not None:
-            self._absorb(index, fresh.detach(), self._scale)
-        if self._mode == "sync":
+            self._absorb(index, fresh.detach(), self._window.scale)
+        if self._mode in ("sync", "own"):
             self._arrive(index)
 
     def _keep_local(self, index: int, fresh: Tensor) -> None:
-        scale = self._scale * self._local_unit
+        scale = self._window.scale * self._local_unit
         kept = self._pending.pop(index, None)
         if scale and scale != 1.0:
             fresh.mul_(scale)
@@ -251,10 +226,12 @@ class GradientSync:
         if index in self._sparse:
             return
         if index in self._filled:
-            self._finite.append((self._names[index], _is_finite(self._views[index])))
+            self._finite.append((self._names[index], is_finite(self._views[index])))
         else:
             self._views[index].zero_()
         self._waiting[self._bucket_of[index]] -= 1
+        if self._mode == "own":
+            return
         while self._next_bucket < len(self._waiting) and not self._waiting[self._next_bucket]:
             self._exchange.bucket(self._next_bucket)
             self._next_bucket += 1
@@ -265,8 +242,14 @@ class GradientSync:
         backward_s = time.monotonic() - self._began_s
         micro = self._weighting.microbatch
         exchange_s = self._exchange_rest(backward_s) if mode == "sync" else 0.0
-        if mode in ("sync", "alone"):
-            self._window_closed = True
+        if mode == "own":
+            self._deliver_own()
+        if mode in ("own", "alone") and self._world.size > 1:  # a local step: the others need not know
+            bad = nonfinite_grads(self._names, self._params)
+            self.nonfinite = tuple(f"rank {self._world.rank}: {name}" for name in bad)
+        if mode in ("sync", "own", "alone"):
+            self._window.closed = True
+        self._window_ended |= micro is None or micro.last
         samples = (micro.global_samples or 0) if micro else 0
         self._world.clock.trained(exchange_s=exchange_s, samples=samples)
 
@@ -279,41 +262,107 @@ class GradientSync:
         for index in sorted(self._sparse):
             rows = self._rows.pop(index, None)
             if rows is not None:
-                self._finite.append((self._names[index], _is_finite(rows.coalesce().values())))
+                self._finite.append((self._names[index], is_finite(rows.coalesce().values())))
             self._exchange.rows(index, rows, self._params[index])
-        finite, self._finite = self._finite, []
-        blocked_s = time.monotonic()
-        agreement = self._exchange.agree(present, [name for name, fine in finite if not fine])
-        blocked_s = time.monotonic() - blocked_s
-        self.nonfinite = agreement.nonfinite
-        self._deliver(agreement.used)
+        filled = self._exchange.current
+        self._sealed.append((self._exchange.seal(present, self._bad_names()), filled))
+        blocked_s = self._collect()
         if self.rounds == MEASURED_ROUND:
             self._follow_measurement(backward_s)
         return blocked_s
 
-    def _deliver(self, used: tuple[bool, ...]) -> None:
-        for index, param in enumerate(self._params):
-            held = self._held.pop(index, None)
-            agreed = None
-            if used[index]:
-                agreed = self._exchange.sparse.pop(index) if index in self._sparse else self._views[index]
-                if held is not None:
-                    agreed = agreed + held if agreed.is_sparse else agreed.add_(held)
-            param.grad = held if agreed is None else agreed
-        self._filled.clear()
-        self._local.clear()
+    def _bad_names(self) -> list[str]:
+        finite, self._finite = self._finite, []
+        return [name for name, fine in finite if not fine]
+
+    def _collect(self) -> float:
+        """Put what was agreed ``delay`` exchanges ago into ``.grad``; returns the seconds that this thread was blocked."""
+        began_s = time.monotonic()
+        if self._policy.delay and self._world.size > 1:
+            self._buffers.exchange(self._window.count)
+        agreed: dict[int, Tensor] = {}
+        if len(self._sealed) > self._policy.delay:
+            wait, filled = self._sealed.popleft()
+            agreement = wait()
+            self.nonfinite = agreement.nonfinite
+            found = {**self._sets[filled], **agreement.rows}
+            agreed = {index: found[index] for index, used in enumerate(agreement.used) if used}
+        blocked_s = time.monotonic() - began_s
+        self._deliver(agreed)
         if self._world.size > 1:
             self._buffers.apply()
+        return blocked_s
+
+    def _deliver(self, agreed: Mapping[int, Tensor]) -> None:
+        for index, param in enumerate(self._params):
+            held = self._held.pop(index, None)
+            grad = agreed.get(index)
+            if grad is not None and held is not None:
+                grad = grad + held if grad.is_sparse else grad.add_(held)
+            param.grad = held if grad is None else grad
+        self._filled.clear()
+        self._local.clear()
+
+    def _deliver_own(self) -> None:
+        """The window's own mean, from what its micro-batches left in the buckets."""
+        share = self._window.share
+        own = {index: rows * share for index, rows in self._rows.items()}
+        for index in range(len(self._params)):
+            if index not in self._arrived:
+                self._set_aside(index)
+                self._arrive(index)
+        own |= {index: self._views[index].mul_(share) for index in self._filled}
+        self._rows.clear()
+        self._finite.clear()
+        self._deliver(own)
 
     def _follow_measurement(self, backward_s: float) -> None:
         """Once, all ranks alike: choose the bucket size from rank 0's link and backward time."""
-        if self._plan.bucket_bytes or self._world.size == 1 or not self._exchange.stateless:
+        if self._plan.bucket_bytes or self._world.size == 1 or self._policy.delay or not self._exchange.stateless:
             return
         mine = [self._link.latency_s, self._link.bandwidth_bytes_per_s, backward_s]
         latency_s, bandwidth, backward_s = self._exchange.measure(mine)
         link = Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, num_ranks=self._world.size)
         total = sum(param.nbytes for index, param in enumerate(self._params) if index not in self._sparse)
-        self._build(best_bucket_bytes(total, link, backward_s=backward_s))
+        exchange_s = self._reducer.cost(total // 4, link) - latency_s
+        self._build(best_bucket_bytes(total, exchange_s, latency_s=latency_s, backward_s=backward_s))
+
+    # --- kept --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> GradientState:
+        """What later steps depend on; waits for what is on its way. Only between steps, on all ranks."""
+        pending: list[PendingState] = []
+        for place, (wait, filled) in enumerate(self._sealed):
+            agreement = wait()
+            self._sealed[place] = (partial(_told, agreement), filled)
+            flats = [flat.clone() for flat in self._exchange.flats(filled)]
+            pending.append(PendingState(used=list(agreement.used), rows=dict(agreement.rows), flats=flats))
+        return GradientState(
+            steps=self.steps,
+            rounds=self.rounds,
+            bucket_bytes=self.bucket_bytes,
+            exchange_step=self._exchange.step,
+            reducers=[dict(state) for state in self._exchange.states],
+            pending=pending,
+        )
+
+    def load(self, worlds: Sequence[GradientState], *, same: int | None) -> None:
+        """Go on from what the ranks of an earlier world kept, by rank. same: this rank's place in one of the same size."""
+        kept = worlds[0 if same is None else same]
+        self.steps, self.rounds = kept["steps"], kept["rounds"]
+        self._build(kept["bucket_bytes"])
+        if not self._sets:
+            return
+        self._exchange.step = kept["exchange_step"]
+        states = [world["reducers"] for world in worlds]
+        self._exchange.restore(states[same] if same is not None else self._exchange.resplit(states))
+        self._sealed.clear()
+        for number, pending in enumerate(kept["pending"]):
+            for flat, value in zip(self._exchange.flats(number), pending["flats"], strict=True):
+                flat.copy_(value)
+            agreement = Agreement(used=tuple(pending["used"]), nonfinite=(), rows=pending["rows"])
+            self._sealed.append((partial(_told, agreement), number))
+        self._exchange.fill(len(self._sealed))
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
 
@@ -325,31 +374,16 @@ class GradientSync:
     @property
     def count(self) -> float:
         """What this rank counts in the window that is open or was closed last."""
-        return self._window_count
+        return self._window.count
 
-    def stepped(self) -> None:
+    def stepping(self) -> None:
         """The optimizer steps now."""
         self._weighting.settle()
 
-    def refuse_new_parameters(self, frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Parameters unfrozen after ``distribute`` would silently go their own way on each rank."""
-        for name, param in frozen:
-            if param.requires_grad:
-                raise UsageError(
-                    f"{name} was frozen when gw.distribute was called and is trained now; call gw.distribute again"
-                )
-
-
-def _spec_of(index: int, name: str, param: nn.Parameter, reducer: Reducer) -> ParamSpec:
-    shape = tuple(param.shape)
-    chosen = reducer.choose(name, shape)
-    return ParamSpec(index=index, name=name, shape=shape, dtype=param.dtype, device=param.device, reducer=chosen)
-
-
-def _is_finite(values: Tensor) -> Tensor:
-    """Whether no value is NaN or infinite: a bool tensor (), not waited for. The sum tells, 60 times faster than a look at each.
-
-    Half precision is summed in float32; values so large that their sum overflows count as infinite.
-    """
-    total = values.sum(dtype=torch.float32) if values.dtype in (torch.float16, torch.bfloat16) else values.sum()
-    return torch.isfinite(total)
+    def stepped(self) -> int | None:
+        """It has stepped. Returns the step's number if a window has ended with it, else None."""
+        if not self._window_ended:
+            return None
+        self._window_ended = False
+        self.steps += 1
+        return self.steps - 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from gradwire.comm.world import World
 from gradwire.core.microbatch import Microbatch, MicrobatchSource
 from gradwire.errors import UsageError
+from gradwire.sync.opening import Opening
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,12 @@ class Weighting:
 
     The local mean loss of rank r has gradient g_r; the mean over all samples has sum_r (n_r / N) g_r. What ``gw.weight``
     said holds for every backward (a reentrant checkpoint has several) until the optimizer steps or the loader moves on.
+    A window that spans_batches has a total that only its exchange can tell.
     """
 
-    def __init__(self, world: World, source: MicrobatchSource | None) -> None:
+    def __init__(self, world: World, source: MicrobatchSource | None, *, spans_batches: bool = False) -> None:
         self._world = world
+        self._spans_batches = spans_batches
         self._source = source
         self._spent_serial = world.weight_serial
         self._used: _Use | None = None
@@ -82,6 +85,10 @@ class Weighting:
             self._spent_serial = self._used.serial
 
     def _next(self) -> Weight:
+        weight = self._known()
+        return replace(weight, total=None) if self._spans_batches else weight
+
+    def _known(self) -> Weight:
         micro = self.microbatch
         if self.stand_in and micro is not None:
             return Weight(count=0.0, total=micro.window_samples or 1.0)
@@ -103,3 +110,51 @@ class Weighting:
                 "a gw.DataLoader feeds this backward, but gw.distribute does not know it, so its samples cannot be "
                 "weighed; call gw.distribute(model, optimizer, loader)"
             )
+
+
+class Window:
+    """What this rank has counted in the window that is open, or was closed last.
+
+    count: the sum of its backwards' counts. scale: the factor of this backward's gradients. With a known total it is n_r/N;
+    otherwise (relative) gradients are kept beside the window's first count, so that they are never large, for half
+    precision's sake, and the exchange divides by the total.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.scale = 1.0
+        self.relative = False
+        self.closed = False
+        self._unit = 0.0
+
+    def begin(self, weight: Weight, *, idle: bool) -> None:
+        """A backward begins; idle: one without a gradient of this rank."""
+        if self.closed and weight.first:
+            self.count, self._unit, self.relative, self.closed = 0.0, 0.0, False, False
+        if not idle:
+            self._add(weight)
+
+    def _add(self, weight: Weight) -> None:
+        count, total = weight.count, weight.total
+        explicit = total is None
+        if self.count and count and explicit is not self.relative:
+            raise UsageError(
+                "gw.weight was called for some micro-batches of a window only; call it before each backward"
+            )
+        if count or not self.count:
+            self.relative = explicit
+        self.count += count if weight.first else 0.0
+        if total is not None and not self.relative:
+            self._unit = total
+        elif not self._unit:
+            self._unit = count
+        self.scale = count / self._unit if self._unit else 0.0
+
+    @property
+    def share(self) -> float:
+        """What makes the buckets' sum this rank's own mean."""
+        return self._unit / self.count if self.count else 0.0
+
+    def opening(self, microbatch: Microbatch | None) -> Opening:
+        """What the exchange opens with."""
+        return Opening(count=self.count, unit=self._unit or 1.0, explicit=self.relative, microbatch=microbatch)

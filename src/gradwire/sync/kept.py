@@ -1,0 +1,133 @@
+"""`Distributed`: what `distribute` set up, to be kept and given back; the form it is kept in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+from torch import Tensor
+
+from gradwire.errors import MismatchError, UsageError
+
+if TYPE_CHECKING:
+    from gradwire.comm.world import World
+    from gradwire.sync.gradients import GradientSync
+    from gradwire.sync.parameters import ParameterSync
+
+
+class PendingState(TypedDict):
+    """An agreed gradient that no step has used yet."""
+
+    used: list[bool]
+    rows: dict[int, Tensor]
+    flats: list[Tensor]
+
+
+class GradientState(TypedDict):
+    """What one rank keeps of its `GradientSync`."""
+
+    steps: int
+    rounds: int
+    bucket_bytes: int
+    exchange_step: int
+    reducers: list[dict[str, Tensor]]
+    pending: list[PendingState]
+
+
+class FragmentState(TypedDict):
+    """What one rank keeps of one fragment of its `ParameterSync`."""
+
+    anchors: list[Tensor]
+    velocities: list[Tensor]
+    own: list[Tensor]
+    count: float
+    step: int
+    reducers: list[dict[str, Tensor]]
+
+
+class SyncState(TypedDict):
+    """What one rank keeps of how it was synchronised. Tensors, numbers and texts only: ``torch.load`` reads it safely."""
+
+    sync: str
+    parameters: list[str]
+    rank: int
+    world_size: int
+    gradients: GradientState
+    fragments: list[FragmentState]
+
+
+class Distributed:
+    """A distributed model, as ``gw.distribute`` returns it. Only needed to save and resume.
+
+    The model's and the optimizer's own ``state_dict`` hold the weights and moments. What a lossy or a local plan remembers
+    besides (residuals, outer momentum, the parameters agreed last) is here.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        names: Sequence[str],
+        sync: str,
+        gradients: GradientSync,
+        parameters: ParameterSync | None,
+    ) -> None:
+        self._world = world
+        self._names = list(names)
+        self._sync = sync
+        self._gradients = gradients
+        self._parameters = parameters
+
+    def state_dict(self) -> SyncState:
+        """This rank's part; save each rank's. Call it on all ranks, between ``optimizer.step()`` and the next backward.
+
+        >>> import torch
+        >>> import gradwire as gw
+        >>> with gw.init():
+        ...     model = torch.nn.Linear(2, 1)
+        ...     training = gw.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        ...     training.load_state_dict(training.state_dict())
+        """
+        return SyncState(
+            sync=self._sync,
+            parameters=self._names,
+            rank=self._world.rank,
+            world_size=self._world.size,
+            gradients=self._gradients.state_dict(),
+            fragments=self._parameters.state_dict() if self._parameters else [],
+        )
+
+    def load_state_dict(self, *states: SyncState) -> None:
+        """Go on from there: after ``gw.distribute`` and after the model's and the optimizer's own ``load_state_dict``.
+
+        states: this rank's own, where the world has the size that it had: it then goes on with the same bits. Or the states of
+        all ranks of an earlier world, of any size, in any order: what had still to be sent is shared out, nothing is lost.
+        Raises MismatchError for another model or another ``sync``, UsageError if states are missing.
+        """
+        worlds = self._checked(states)
+        size = self._world.size
+        same = None
+        if worlds[0]["world_size"] == size:
+            same = next((place for place, each in enumerate(worlds) if each["rank"] == self._world.rank), None)
+            if same is None:
+                raise UsageError(f"load_state_dict: rank {self._world.rank}'s own state is not among those given")
+        self._gradients.load([each["gradients"] for each in worlds], same=same)
+        if self._parameters is not None:
+            self._parameters.load([each["fragments"] for each in worlds], same=same)
+
+    def _checked(self, states: Sequence[SyncState]) -> list[SyncState]:
+        if not states:
+            raise UsageError("load_state_dict: no state given; give this rank's own, or those of all ranks")
+        for state in states:
+            if state["sync"] != self._sync:
+                raise MismatchError(f"the state was kept under sync {state['sync']}, this plan says {self._sync}")
+            if state["parameters"] != self._names:
+                raise MismatchError("the state was kept for a model with other parameters; give the same model")
+        worlds = sorted(states, key=lambda state: state["rank"])
+        size = worlds[0]["world_size"]
+        if size != self._world.size and [each["rank"] for each in worlds] != list(range(size)):
+            raise UsageError(
+                f"load_state_dict: {len(worlds)} states of a world of {size} given, this one has {self._world.size} ranks; "
+                f"give the states of all {size} ranks"
+            )
+        return worlds

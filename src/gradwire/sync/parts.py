@@ -1,0 +1,111 @@
+"""The parts of one distributed model, each made of the others' pieces."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.comm.world import World
+from gradwire.core.group import Group
+from gradwire.core.microbatch import MicrobatchSource
+from gradwire.core.plan import Plan
+from gradwire.core.policy import SyncPolicy
+from gradwire.core.reducer import Link
+from gradwire.sync.batchnorm import synchronise_batch_norm
+from gradwire.sync.buffers import BufferExchange
+from gradwire.sync.exchange import Exchange
+from gradwire.sync.fingerprint import plain_name
+from gradwire.sync.gradients import GradientSync
+from gradwire.sync.parameters import ParameterSync
+from gradwire.sync.weighting import Weighting
+
+NUM_LANES = 2
+PROBE_BYTES = 1 << 20
+
+
+def gradient_groups(world: World) -> list[Group]:
+    """A channel for each lane; NCCL needs one only, it keeps the wire busy by itself."""
+    serial = world.next_serial()
+    count = 1 if world.size == 1 or world.device.type == "cuda" else NUM_LANES
+    return [world.group("data", channel=f"gradients{serial}.{lane}") for lane in range(count)]
+
+
+class Parts:
+    """What `distribute` puts together."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        groups: Sequence[Group],
+        plan: Plan,
+        policy: SyncPolicy,
+        loader: MicrobatchSource | None,
+    ) -> None:
+        self.world = world
+        self.plan = plan
+        self.policy = policy
+        self._routes = [(group, world.lane(group.name)) for group in groups]
+        self.weighting = Weighting(world, loader, spans_batches=policy.spans_batches)
+        if plan.batch_norm == "sync" and world.size > 1:
+            channel = f"batchnorm{world.next_serial()}"
+            synchronise_batch_norm(model, world.group("data", channel=channel), self.weighting)
+        named = [(plain_name(name), param) for name, param in model.named_parameters()]
+        self.trained = [(name, param) for name, param in named if param.requires_grad]
+        self.frozen = [(name, param) for name, param in named if not param.requires_grad]
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+        self._sparse = frozenset(index for index, (_, param) in enumerate(self.trained) if id(param) in tables)
+        # A delayed exchange keeps its lane's group busy while the buffers must be agreed at once.
+        self.buffers = BufferExchange(
+            model, groups[-1 if policy.delay else 0], skip_statistics=plan.batch_norm == "sync"
+        )
+
+    def gradients(self) -> GradientSync:
+        """Who agrees on gradients."""
+        return GradientSync(
+            self.trained,
+            world=self.world,
+            plan=self.plan,
+            policy=self.policy,
+            exchange=Exchange(self._routes, self.world.device, delay=self.policy.delay),
+            weighting=self.weighting,
+            buffers=self.buffers,
+            sparse=self._sparse,
+            link=_measured_link(self._routes[0][0], self.world.device),
+        )
+
+    def parameters(self) -> ParameterSync | None:
+        """Who agrees on parameters, where the policy does."""
+        if self.policy.outer is None:
+            return None
+        exchanges = [Exchange(self._routes, self.world.device) for _ in range(self.policy.num_fragments)]
+        return ParameterSync(
+            self.trained,
+            exchanges,
+            reducer=self.policy.reducer,
+            outer=self.policy.outer,
+            bucket_bytes=self.plan.bucket_bytes,
+        )
+
+
+def _measured_link(group: Group, device: torch.device) -> Link:
+    """The group's link: the median of ten 8-byte all-reduces, the better of two of 1 MiB."""
+    if group.size == 1:
+        return Link(latency_s=0.0, bandwidth_bytes_per_s=math.inf, num_ranks=1)
+    latency_s = median(_all_reduce_s(group, torch.zeros(1, dtype=torch.float64, device=device)) for _ in range(10))
+    probe = torch.zeros(PROBE_BYTES // 4, device=device)
+    seconds = min(_all_reduce_s(group, probe) for _ in range(2)) - latency_s
+    unit = Link(latency_s=latency_s, bandwidth_bytes_per_s=1.0, num_ranks=group.size)
+    return replace(unit, bandwidth_bytes_per_s=unit.ring_factor * PROBE_BYTES / max(seconds, 1e-6))
+
+
+def _all_reduce_s(group: Group, probe: Tensor) -> float:
+    began_s = time.monotonic()
+    float(group.all_reduce(probe)[0])
+    return time.monotonic() - began_s

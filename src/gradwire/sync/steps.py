@@ -1,0 +1,128 @@
+"""`StepHooks`: what happens right before and right after the optimizer's step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradwire.errors import NonFiniteError, UsageError
+from gradwire.sync.gradients import GradientSync
+from gradwire.sync.parameters import ParameterSync
+from gradwire.sync.parts import Parts
+
+Closure: TypeAlias = Callable[[], Tensor | float]
+Remove: TypeAlias = Callable[[], None]
+
+
+class StepHooks:
+    """Joins an exchange that this rank would miss, skips or stops on a NaN, agrees on parameters when the policy says so."""
+
+    def __init__(self, parts: Parts, gradients: GradientSync, parameters: ParameterSync | None) -> None:
+        self._parts = parts
+        self._world = parts.world
+        self._gradients = gradients
+        self._parameters = parameters
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> list[Remove]:
+        """Returns how to remove each hook."""
+        removes = [self._attach_before(each) for each in optimizers]
+        return [*removes, optimizers[0].register_step_post_hook(lambda *_: self._after()).remove]
+
+    def _attach_before(self, optimizer: Optimizer) -> Remove:
+        seen = self._gradients.rounds
+
+        def before(
+            optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            nonlocal seen
+            _refuse_new_parameters(self._parts.frozen)
+            closure = next((value for value in (*args[1:], kwargs.get("closure")) if callable(value)), None)
+            if closure is None and self._gradients.rounds == seen and self._world.size > 1:
+                self._gradients.take_part()
+            seen = self._gradients.rounds
+            self._gradients.stepping()
+            if self._gradients.nonfinite:
+                self._refuse_nonfinite(optimizer, self._gradients.nonfinite)
+            # args[0] is the optimizer. A rank must not decide by its own loss (LBFGS does): it gets the mean over ranks.
+            if closure is None or self._world.size == 1:
+                return None
+            return (args[0], self._agreed_loss(cast("Closure", closure))), {}
+
+        return optimizer.register_step_pre_hook(before).remove
+
+    def _agreed_loss(self, closure: Closure) -> Callable[[], Tensor]:
+        """``closure``, returning the mean of the ranks' losses, weighed as their gradients are."""
+        if self._parameters is not None:
+            raise UsageError(
+                "an optimizer with a closure (LBFGS) decides by the loss, which local steps never agree; "
+                "use another optimizer, or a sync that agrees every step"
+            )
+        world = self._world
+
+        def agreed() -> Tensor:
+            loss = torch.as_tensor(closure(), device=world.device).detach()
+            count = self._gradients.count
+            mine = [float(loss) * count if count else 0.0, count]
+            total, whole = world.sum(torch.tensor(mine, dtype=torch.float64, device=world.device)).tolist()
+            return torch.tensor(total / whole if whole else 0.0, dtype=loss.dtype, device=world.device)
+
+        return agreed
+
+    def _refuse_nonfinite(self, optimizer: Optimizer, where: tuple[str, ...]) -> None:
+        named = _few(where)
+        if self._parts.plan.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {self._world.step}: gradient is NaN or infinite ({named}); nothing was changed on any rank. Lower "
+                'the learning rate, clip, or find the sample; Plan(on_nonfinite="skip") skips such steps'
+            )
+        where_skipped = "on all ranks" if self._parameters is None else "where it was met"
+        self._world.log(
+            f"gradwire: step {self._world.step} skipped {where_skipped}: gradient is NaN or infinite ({named})"
+        )
+        for param_group in optimizer.param_groups:
+            for param in param_group["params"]:
+                param.grad = None
+
+    def _after(self) -> None:
+        step = self._gradients.stepped()
+        if step is not None and self._parameters is not None:
+            self._agree_parameters(step, self._parameters)
+        self._world.stepped()
+
+    def _agree_parameters(self, step: int, parameters: ParameterSync) -> None:
+        policy, count = self._parts.policy, self._gradients.count
+        if policy.at_backward(None, step) == "agree":
+            parameters.follow()
+            return
+        parameters.stepped(count)
+        for fragment in policy.at_step(step):
+            began_s = time.monotonic()
+            self._parts.buffers.agree(count)
+            nonfinite = parameters.agree(fragment, self._parts.weighting.microbatch)
+            self._world.clock.blocked(time.monotonic() - began_s)
+            if nonfinite:
+                self._refuse_round(nonfinite)
+
+    def _refuse_round(self, where: tuple[str, ...]) -> None:
+        problem = f"step {self._world.step}: parameters are NaN or infinite ({_few(where)})"
+        if self._parts.plan.on_nonfinite == "stop":
+            raise NonFiniteError(f"{problem}; all ranks hold those agreed last. Lower the learning rate, or clip")
+        self._world.log(f"gradwire: {problem}; all ranks go back to those agreed last")
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _refuse_new_parameters(frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Parameters unfrozen after ``distribute`` would silently go their own way on each rank."""
+    for name, param in frozen:
+        if param.requires_grad:
+            raise UsageError(
+                f"{name} was frozen when gw.distribute was called and is trained now; call gw.distribute again"
+            )
