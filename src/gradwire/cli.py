@@ -8,6 +8,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -56,9 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands.add_parser("run", help="start a script on several processes", allow_abbrev=False))
     plan = commands.add_parser("plan", help="look at a plan").add_subparsers(metavar="COMMAND", required=True)
-    show = plan.add_parser("show", help="check a plan file and explain it", allow_abbrev=False)
-    show.add_argument("file", metavar="FILE", type=Path, help="the plan, TOML")
-    show.add_argument("-n", metavar="N", type=_count, help="check it for N ranks")
+    show = plan.add_parser("show", help="check a plan and explain it", allow_abbrev=False)
+    show.add_argument("file", metavar="FILE", type=Path, nargs="?", help="the plan, TOML (default: the default plan)")
+    show.add_argument("--sync", metavar="TEXT", help="in place of the file's sync: q4, local:every=16,codec=q4, ...")
+    show.add_argument("-n", metavar="N", type=_count, help="check it for N ranks, and count bytes for them (default 2)")
     show.set_defaults(act=_show)
     return parser
 
@@ -73,6 +75,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--output", metavar="rank0|all|DIR", default="rank0", help="what to show, or a folder for logs")
     run.add_argument("--plan", metavar="FILE", type=Path, help="the plan, TOML")
     run.add_argument("--mesh", metavar="data=N", type=_mesh, help="sizes of the mesh axes")
+    run.add_argument("--sync", metavar="TEXT", help="how and when workers agree: q4, local:every=16,codec=q4, ...")
     run.add_argument("--accumulate", metavar="K", type=_count, help="micro-batches a step")
     run.add_argument("--batch-norm", choices=BATCH_NORM_RULES, help="statistics of one rank, or of all")
     run.add_argument("--on-nonfinite", choices=NONFINITE_RULES, help="what a NaN or inf in a gradient does")
@@ -139,8 +142,8 @@ def _check_program(options: argparse.Namespace) -> tuple[str, bool]:
 def _plan_text(options: argparse.Namespace) -> str | None:
     """The plan file with the options in it, as TOML; None if neither was given."""
     plan = {} if options.plan is None else _read_plan(options.plan)[1]
-    wanted = {"accumulate": options.accumulate, "batch_norm": options.batch_norm, "on_nonfinite": options.on_nonfinite}
-    given = {name: value for name, value in wanted.items() if value is not None}
+    names = ("sync", "accumulate", "batch_norm", "on_nonfinite")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.plan is not None and not given and options.mesh is None:
         text = _read_plan(options.plan)[0]
         if options.nodes == 1:
@@ -180,11 +183,15 @@ def _key(key: str) -> str:
 
 
 def _show(options: argparse.Namespace) -> int:
-    text, _ = _read_plan(options.file)
-    plan = Plan.from_toml(text)
+    plan = Plan() if options.file is None else Plan.from_toml(_read_plan(options.file)[0])
+    if options.sync is not None:
+        plan = replace(plan, sync=options.sync)
     if options.n is not None:
         plan.check(options.n)
+    from gradwire.sync.named import explain  # only here: it needs torch, which the launcher does not
+
     print(plan.words())
+    print(explain(plan.sync, options.n or plan.mesh.get("data", 2)))
     return 0
 
 

@@ -33,11 +33,14 @@ def script(tmp_path, monkeypatch):
         (["run", "--nodes", "2", "--node-rank", "2", "--rendezvous", "h:1", "ok.py"], ["--node-rank 2", "0 to 1"]),
         (["run", "--rendezvous", "host", "ok.py"], ["--rendezvous", "'host'", "HOST:PORT"]),
         (["run", "--rendezvous", "host:99999", "ok.py"], ["'host:99999'", "65535"]),
+        (["run", "--sync", "q5", "ok.py"], ["unknown name 'q5'", "allowed: exact, bf16"]),
+        (["run", "--sync", "local:every=0", "ok.py"], ["every=0", "at least 1"]),
+        (["plan", "show", "--sync", "topk"], ["topk needs ratio="]),
         (["run", "--plan", "none.toml", "ok.py"], ["none.toml", "cannot be read"]),
         (["run", "--plan", "bad.toml", "ok.py"], ["bad.toml", "not valid TOML"]),
         (
             ["run", "--plan", "typo.toml", "ok.py"],
-            ["typo.toml", "unknown key 'acumulate'", "allowed: mesh, accumulate"],
+            ["typo.toml", "unknown key 'acumulate'", "allowed: mesh, sync, accumulate"],
         ),
         (["run", "--plan", "zero.toml", "ok.py"], ["zero.toml", "accumulate=0", "at least 1"]),
         (["run", "-n", "3", "--plan", "good.toml", "ok.py"], ["mesh data=2 needs 2 ranks", "use data=3 or start 2"]),
@@ -99,3 +102,14 @@ def test_the_version_is_printed(capsys):
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("gradwire ")
+
+
+def test_a_plan_is_explained_with_what_it_sends(script, capsys):
+    assert cli.main(["plan", "show", "good.toml", "--sync", "accumulate:every=4"]) == 0
+    said = capsys.readouterr().out
+    assert "agreed every 4 batches" in said
+    assert "1.000 bytes per parameter and step" in said
+
+
+def test_the_sync_option_reaches_the_plan(script):
+    assert tomllib.loads(plan_text("--sync", "local:every=16,codec=q4") or "") == {"sync": "local:every=16,codec=q4"}

@@ -47,7 +47,7 @@ def distribute(
     >>> with gw.init():
     ...     model = torch.nn.Linear(2, 1)
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ...     gw.distribute(model, optimizer)
+    ...     training = gw.distribute(model, optimizer)
     ...     model(torch.ones(4, 2)).mean().backward()
     ...     optimizer.step()
     """

@@ -30,6 +30,24 @@ def policy_of(sync: Sync) -> SyncPolicy:
     raise PlanError(f"sync={sync!r} says neither when nor how to agree; {cure}")
 
 
+def explain(sync: Sync, num_ranks: int) -> str:
+    """When, how, and what it sends, in words.
+
+    >>> print(explain("accumulate:every=4", 2))
+    gradients are agreed every 4 batches, which are one step; exact all-reduce
+    with 2 workers each sends 1.000 bytes per parameter and step (exact every step: 4.000)
+    """
+    policy = policy_of(sync)
+    reducer, exact = policy.reducer or AllReduce(), AllReduce()
+    many = 1 << 20
+    sent = policy.syncs_per_step() * reducer.sent_bytes(many, num_ranks) / many
+    return (
+        f"{policy.words()}; {reducer.words()}\n"
+        f"with {num_ranks} workers each sends {sent:.3f} bytes per parameter and step "
+        f"(exact every step: {exact.sent_bytes(many, num_ranks) / many:.3f})"
+    )
+
+
 def _policy(spelled: Spelled) -> SyncPolicy:
     options = dict(spelled.options)
     reducer = _reducer(spelled.codec) if spelled.codec else None
