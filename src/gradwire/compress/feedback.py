@@ -116,7 +116,8 @@ class ErrorFeedback(_Coded):
     def resplit(self, states: Sequence[State], bucket: Bucket, group: Group) -> State:
         following = dict(self.init(bucket, group))
         numel = bucket.flat.numel()
-        following["residual"][:numel] = still_to_send(states, numel).to(bucket.flat.device) / group.size
+        if states:
+            following["residual"][:numel] = still_to_send(states, numel).to(bucket.flat.device) / group.size
         return following
 
     def words(self) -> str:
@@ -198,6 +199,6 @@ def _padded(flat: Tensor, numel: int) -> Tensor:
 def _decoded_sum(codec: Compressor, messages: Tensor, numel: int, key: int) -> Tensor:
     """(rows, wire) -> (numel,), added in row order; one row at a time, as a row fits the cache and all do not."""
     total = codec.decode(messages[:1], numel, key=key)[0]
-    for message in messages[1:].split(1):
-        total += codec.decode(message, numel, key=key)[0]
+    for row in range(1, len(messages)):
+        total += codec.decode(messages[row : row + 1], numel, key=key)[0]
     return total

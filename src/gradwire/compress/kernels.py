@@ -133,7 +133,9 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def quantize(values: Tensor, residual: Tensor | None, bits: int, wire_bytes: int) -> tuple[Tensor, Tensor | None] | None:
+def quantize(
+    values: Tensor, residual: Tensor | None, bits: int, wire_bytes: int
+) -> tuple[Tensor, Tensor | None] | None:
     """`quantize.encode_eager` in one pass; None if there is no kernel for it here."""
     if (library := _library_for(values)) is None:
         return None

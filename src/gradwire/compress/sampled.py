@@ -39,9 +39,9 @@ class Sampled:
         return wanted[:, places].view(torch.uint8), left
 
     def decode(self, messages: Tensor, numel: int, *, key: int) -> Tensor:
-        rows = torch.zeros(messages.shape[0], numel, device=messages.device)
-        numbers = messages.contiguous().view(torch.float32)
-        return rows.index_copy_(1, self._places(numel, key).to(rows.device), numbers)
+        rows, places = messages.shape[0], self._places(numel, key).to(messages.device)
+        numbers = messages.reshape(-1).view(torch.float32).view(rows, len(places))
+        return torch.zeros(rows, numel, device=messages.device).index_copy_(1, places, numbers)
 
     def words(self) -> str:
         return f"{100 * self.ratio:g} % drawn by lot"

@@ -57,10 +57,10 @@ class TopK:
         return torch.cat([numbers, indices.to(torch.int32).view(torch.uint8)], 1), left
 
     def decode(self, messages: Tensor, numel: int, *, key: int) -> Tensor:
-        numbers, indices = messages.view(messages.shape[0], 2, -1).unbind(1)
-        rows = torch.zeros(messages.shape[0], numel, device=messages.device)
-        places = indices.contiguous().view(torch.int32).to(torch.int64)
-        return rows.scatter_(1, places, numbers.contiguous().view(torch.float32))
+        rows, half = messages.shape[0], messages.shape[1] // 2
+        numbers = messages[:, :half].reshape(-1).view(torch.float32).view(rows, half // 4)
+        places = messages[:, half:].reshape(-1).view(torch.int32).view(rows, half // 4).to(torch.int64)
+        return torch.zeros(rows, numel, device=messages.device).scatter_(1, places, numbers)
 
     def words(self) -> str:
         return f"the largest {100 * self.ratio:g} %"
