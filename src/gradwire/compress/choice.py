@@ -82,6 +82,8 @@ class ByName(_Delegated):
 
     def __post_init__(self) -> None:
         pairs = tuple(self.rules.items()) if isinstance(self.rules, Mapping) else self.rules
+        if not isinstance(pairs, tuple):
+            raise UsageError(f"ByName({pairs!r}) must map patterns to reducers: {{'head.*': AllReduce()}}, say")
         _require_reducers("ByName", **dict(pairs), other=self.other)
         object.__setattr__(self, "rules", pairs)  # a dict cannot be hashed
 

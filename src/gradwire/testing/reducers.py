@@ -61,7 +61,9 @@ def _check_steps(reducer: Reducer, group: Group, zeros: Tensor, *, exact: bool, 
     pending = reducer.resplit(states, _bucket(zeros), SoloGroup("paper")).get("residual")
     if pending is not None:
         error = (given + pending[: zeros.numel()] - truth).abs()
-        require(bool((error <= TOLERANCE * largest).all()), f"{zeros.numel()}: means + residuals are not the true means")
+        require(
+            bool((error <= TOLERANCE * largest).all()), f"{zeros.numel()}: means + residuals are not the true means"
+        )
         _check_resplit(reducer, states, zeros)
 
 
@@ -116,7 +118,7 @@ def _check_copied_state(reducer: Reducer, group: Group, zeros: Tensor) -> None:
 def _check_words(reducer: Reducer, num_ranks: int) -> None:
     link = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e8, num_ranks=max(2, num_ranks))
     require(0 < reducer.cost(1_000, link) < reducer.cost(1_000_000, link), "cost does not grow with the size")
-    require(0 < reducer.sent_bytes(1_000_000, link.num_ranks), "sent_bytes is not above 0")
+    require(reducer.sent_bytes(1_000_000, link.num_ranks) > 0, "sent_bytes is not above 0")
     require(bool(reducer.words()), "words() is empty")
     require(hash(reducer) == hash(reducer), "it has no hash")
 
