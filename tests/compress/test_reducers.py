@@ -136,10 +136,10 @@ def test_a_collective_that_fails_is_an_error_and_spoils_no_state(reducer: Reduce
 
 def test_a_peer_that_is_gone_ends_the_reduction_of_the_others() -> None:
     def body(world: World) -> None:
+        group, flat = world.group(), normal(4096, world.rank)
         if world.rank == 1:
             raise InjectedFault("rank 1 goes")
-        flat = normal(4096, world.rank)
-        Q4.reduce(bucket_of(flat), Q4.init(bucket_of(flat), world.group()), world.group(), 0)
+        Q4.reduce(bucket_of(flat), Q4.init(bucket_of(flat), group), group, 0)
 
     with pytest.raises(AssertionError, match="rank"):
         run_ranks(3, body, timeout_s=20)

@@ -58,9 +58,10 @@ def encode_eager(values: Tensor, residual: Tensor | None, bits: int) -> tuple[Te
     """`Quantize.encode` in torch's own operations, for any device: what the kernel must equal bit for bit."""
     rows, numel = values.shape
     wanted = values if residual is None else values + residual
-    blocks = pad(wanted, (0, -numel % BLOCK)).view(rows, -(-numel // BLOCK), BLOCK)
+    whole = pad(wanted, (0, -numel % BLOCK)) if numel % BLOCK else wanted
+    blocks = whole.reshape(rows, -(-numel // BLOCK), BLOCK)
     levels = 2 ** (bits - 1) - 1
-    absmax = blocks.abs().amax(2, keepdim=True) if numel else blocks.new_zeros(rows, 0, 1)
+    absmax = torch.linalg.vector_norm(blocks, torch.inf, dim=2, keepdim=True)
     scale = torch.where(absmax < SMALLEST, 0.0, absmax.clamp(max=LARGEST) / levels)
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
     codes = (blocks * inverse).clamp_(-levels, levels).round_().add_(0.0)  # -0 + 0 is +0: whole numbers have one zero
