@@ -12,7 +12,7 @@ from gradwire.comm.world import World
 from gradwire.compress import kernels
 from gradwire.core.compressor import Compressor
 from gradwire.core.reducer import Link, Reducer
-from gradwire.testing import FaultyGroup, InjectedFault, check_reducer, run_ranks
+from gradwire.testing import FaultyGroup, InjectedFault, RankError, check_reducer, run_ranks
 from tests.compress.buckets import CountingGroup, bucket_of, normal
 from tests.compress.test_codecs import CODECS
 
@@ -134,15 +134,22 @@ def test_a_collective_that_fails_is_an_error_and_spoils_no_state(reducer: Reduce
     assert run_ranks(3, body) == [True] * 3
 
 
-def test_a_peer_that_is_gone_ends_the_reduction_of_the_others() -> None:
-    def body(world: World) -> None:
-        group, flat = world.group(), normal(4096, world.rank)
-        if world.rank == 1:
-            raise InjectedFault("rank 1 goes")
-        Q4.reduce(bucket_of(flat), Q4.init(bucket_of(flat), group), group, 0)
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_a_peer_that_dies_inside_a_reduction_is_an_error_on_the_others_too(fail_at: int) -> None:
+    raised: dict[int, str] = {}
 
-    with pytest.raises(AssertionError, match="rank"):
+    def body(world: World) -> None:
+        flat, group = normal(4096, world.rank), world.group()
+        mine = FaultyGroup(group, fail_at=fail_at) if world.rank == 1 else group
+        try:
+            Q4.reduce(bucket_of(flat), Q4.init(bucket_of(flat), group), mine, 0)
+        except Exception as error:
+            raised[world.rank] = type(error).__name__
+            raise
+
+    with pytest.raises(RankError, match="rank 1 of 3 raised InjectedFault"):
         run_ranks(3, body, timeout_s=20)
+    assert sorted(raised) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
