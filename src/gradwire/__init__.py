@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradwire.comm.world import World, current, init
+    from gradwire.compress.cast import Cast
+    from gradwire.compress.choice import After, ByName, ByShape
     from gradwire.compress.exact import AllReduce
+    from gradwire.compress.feedback import Compressed, ErrorFeedback
+    from gradwire.compress.lowrank import LowRank
+    from gradwire.compress.quantize import Quantize
+    from gradwire.compress.sampled import Sampled
+    from gradwire.compress.topk import TopK
+    from gradwire.core.outer import Nesterov
     from gradwire.core.plan import Plan
-    from gradwire.core.policies import EveryStep
+    from gradwire.core.policies import Accumulate, Delayed, EveryStep, LocalSteps
     from gradwire.data import (
         ByClass,
         DataLoader,
@@ -44,24 +52,38 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accumulate",
+    "After",
     "AllReduce",
     "ByClass",
+    "ByName",
+    "ByShape",
+    "Cast",
+    "Compressed",
     "DataError",
     "DataLoader",
+    "Delayed",
+    "ErrorFeedback",
     "EveryStep",
     "GradwireError",
     "LaunchError",
     "Local",
+    "LocalSteps",
+    "LowRank",
     "MismatchError",
+    "Nesterov",
     "NonFiniteError",
     "PeerError",
     "Plan",
     "PlanError",
     "Proportional",
+    "Quantize",
     "Random",
     "Sample",
+    "Sampled",
     "ShardedSampler",
     "Stratified",
+    "TopK",
     "Uniform",
     "UsageError",
     "World",
@@ -77,7 +99,8 @@ __all__ = [
 _HOMES = {
     "gradwire.comm.world": ("World", "current", "init"),
     "gradwire.core.plan": ("Plan",),
-    "gradwire.core.policies": ("EveryStep",),
+    "gradwire.core.outer": ("Nesterov",),
+    "gradwire.core.policies": ("Accumulate", "Delayed", "EveryStep", "LocalSteps"),
     "gradwire.data": (
         "ByClass",
         "DataLoader",
@@ -91,7 +114,14 @@ _HOMES = {
         "shard",
     ),
     "gradwire.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "gradwire.compress.cast": ("Cast",),
+    "gradwire.compress.choice": ("After", "ByName", "ByShape"),
     "gradwire.compress.exact": ("AllReduce",),
+    "gradwire.compress.feedback": ("Compressed", "ErrorFeedback"),
+    "gradwire.compress.lowrank": ("LowRank",),
+    "gradwire.compress.quantize": ("Quantize",),
+    "gradwire.compress.sampled": ("Sampled",),
+    "gradwire.compress.topk": ("TopK",),
     "gradwire.sync.distribute": ("distribute", "no_sync", "weight"),
     "gradwire.verbs": ("sum",),
 }

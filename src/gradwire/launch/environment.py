@@ -7,12 +7,21 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from gradwire.errors import LaunchError
 from gradwire.launch.slurm import expand_counts, expand_hosts
 
-__all__ = ["Environment", "prefer_interface", "read_environment", "read_limits", "read_token", "worker_environment"]
+__all__ = [
+    "Environment",
+    "prefer_interface",
+    "read_cache_folder",
+    "read_environment",
+    "read_limits",
+    "read_token",
+    "worker_environment",
+]
 
 Launcher = Literal["solo", "gradwire", "torchrun", "slurm", "mpi", "environment"]
 TIMEOUT_S, HANG_S = 300.0, 5.0
@@ -93,6 +102,15 @@ def read_limits(environ: Mapping[str, str] | None = None) -> tuple[float, float]
     """GRADWIRE_TIMEOUT_S and GRADWIRE_HANG_S in seconds (300 and 5 if unset); LaunchError unless positive numbers."""
     environ = os.environ if environ is None else environ
     return _seconds(environ, "GRADWIRE_TIMEOUT_S", TIMEOUT_S), _seconds(environ, "GRADWIRE_HANG_S", HANG_S)
+
+
+def read_cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Where this user's caches are: gradwire's folder in XDG_CACHE_HOME or in ~/.cache; None without a home."""
+    environ = os.environ if environ is None else environ
+    given = environ.get("XDG_CACHE_HOME", "")
+    home = os.path.expanduser("~")
+    base = Path(given) if os.path.isabs(given) else Path(home, ".cache")
+    return base / "gradwire" if base.is_absolute() else None
 
 
 def worker_environment(

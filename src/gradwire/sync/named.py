@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
+
+from gradwire.compress.cast import Cast
+from gradwire.compress.choice import After
 from gradwire.compress.exact import AllReduce
+from gradwire.compress.feedback import ErrorFeedback
+from gradwire.compress.lowrank import LowRank
+from gradwire.compress.quantize import Quantize
+from gradwire.compress.sampled import Sampled
+from gradwire.compress.topk import TopK
 from gradwire.core.outer import Nesterov
 from gradwire.core.plan import Sync
 from gradwire.core.policies import Accumulate, Delayed, EveryStep, LocalSteps
@@ -12,6 +21,8 @@ from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Reducer
 from gradwire.core.spelling import Spelled, parse
 from gradwire.errors import PlanError
+
+DEFAULT_RANK = 4
 
 
 def policy_of(sync: Sync) -> SyncPolicy:
@@ -75,4 +86,17 @@ def _local(options: dict[str, int | float | str], reducer: Reducer | None) -> Lo
 
 
 def _reducer(spelled: Spelled) -> Reducer:
-    return AllReduce()
+    options = spelled.options
+    ratio = float(options.get("ratio", 1.0))
+    made: dict[str, Reducer] = {
+        "exact": AllReduce(),
+        "bf16": ErrorFeedback(Cast(torch.bfloat16)),
+        "q8": ErrorFeedback(Quantize(bits=8)),
+        "q4": ErrorFeedback(Quantize(bits=4)),
+        "lowrank": LowRank(rank=int(options.get("rank", DEFAULT_RANK))),
+        "topk": ErrorFeedback(TopK(ratio=ratio)),
+        "sampled": ErrorFeedback(Sampled(ratio=ratio)),
+    }
+    exact_steps = int(options.get("exact_steps", 0))
+    reducer = made[spelled.name]
+    return After(steps=exact_steps, reducer=reducer) if exact_steps else reducer
