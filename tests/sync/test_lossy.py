@@ -143,7 +143,9 @@ def test_a_resumed_run_goes_on_with_the_same_bits(sync: str, num_ranks: int) -> 
 def test_what_had_still_to_be_sent_is_shared_out_to_another_world_size(old: int, new: int) -> None:
     def residual(world: World, training: gw.Distributed) -> Tensor:
         states = training.state_dict()["gradients"]["reducers"]
-        own = torch.cat([torch.stack([value.sum() for value in state.values()]).sum()[None] for state in states if state])
+        own = torch.cat(
+            [torch.stack([value.sum() for value in state.values()]).sum()[None] for state in states if state]
+        )
         return world.sum(own.sum().double())
 
     def before(world: World):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from gradwire.comm.world import World
@@ -20,15 +19,15 @@ from gradwire.sync.autograd import GradientHooks, at_end_of_backward
 from gradwire.sync.buckets import (
     START_BUCKET_BYTES,
     best_bucket_bytes,
-    is_finite,
     lay_out,
     nonfinite_grads,
     spec_of,
     views_of,
 )
 from gradwire.sync.buffers import BufferExchange
+from gradwire.sync.contribution import Contribution
 from gradwire.sync.exchange import Agreement, Exchange
-from gradwire.sync.kept import GradientState, PendingState
+from gradwire.sync.kept import GradientState, PendingState, WindowState
 from gradwire.sync.weighting import Weight, Weighting, Window
 
 Mode = Literal["sync", "withhold", "own", "local", "alone"]
@@ -78,16 +77,14 @@ class GradientSync:
         self._link = link
         self._mode: Mode | None = None
         self._window = Window()
+        self._mine = Contribution(self._names, sparse)
         self._sealed: deque[tuple[Callable[[], Agreement], int]] = deque()
         self._window_ended = False
         self._began_s = 0.0
-        self._filled: set[int] = set()
         self._local: set[int] = set()
         self._arrived: set[int] = set()
         self._held: dict[int, Tensor] = {}
         self._pending: dict[int, Tensor] = {}
-        self._rows: dict[int, Tensor] = {}
-        self._finite: list[tuple[str, Tensor]] = []
         self.rounds = 0
         self.steps = 0
         self.nonfinite: tuple[str, ...] = ()
@@ -114,11 +111,7 @@ class GradientSync:
     def _allocate(self) -> None:
         self._exchange.build(self._layout)
         self._sets = [views_of(self._layout, self._exchange.flats(s)) for s in range(self._exchange.num_sets)]
-
-    @property
-    def _views(self) -> dict[int, Tensor]:
-        """Each dense parameter's place in the buckets that fill now."""
-        return self._sets[self._exchange.current]
+        self._mine.views = self._sets[self._exchange.current]
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
@@ -133,6 +126,7 @@ class GradientSync:
             return
         if not self._sets:
             self._allocate()
+        self._mine.views = self._sets[self._exchange.current]
         self._arrived.clear()
         self._waiting = [len(spec.slots) for spec in self._layout]
         self._next_bucket = 0
@@ -149,7 +143,7 @@ class GradientSync:
         turn = self._policy.at_backward(self._weighting.microbatch, self.steps)
         if turn == "keep":
             return "withhold"
-        untouched = not self._filled and not self._rows and not self._local
+        untouched = self._mine.empty and not self._local
         if turn == "own":
             return "alone" if untouched and self._window.count == weight.count > 0 else "own"
         whole = self._window.scale == 1.0 and (not self._window.relative or self._window.count == weight.count)
@@ -175,7 +169,7 @@ class GradientSync:
         if index in self._local:
             self._pending[index] = grad
         else:
-            view = self._views.get(index)
+            view = self._mine.views.get(index)
             in_bucket = view is not None and not grad.is_sparse and grad.data_ptr() == view.data_ptr()
             self._held[index] = grad.clone() if in_bucket else grad
 
@@ -187,9 +181,9 @@ class GradientSync:
         if fresh is not None and self._mode == "local":
             self._keep_local(index, fresh)
         elif fresh is not None:
-            self._absorb(index, fresh.detach(), self._window.scale)
+            self._mine.add(index, fresh.detach(), self._window.scale)
         if self._mode in ("sync", "own"):
-            self._arrive(index)
+            self._arrive(index, send=self._mode == "sync")
 
     def _keep_local(self, index: int, fresh: Tensor) -> None:
         scale = self._window.scale * self._local_unit
@@ -202,36 +196,15 @@ class GradientSync:
             self._params[index].grad = kept
             self._local.add(index)
 
-    def _absorb(self, index: int, grad: Tensor, scale: float) -> None:
-        """Add ``scale`` x ``grad`` to this rank's contribution; a weight of 0 adds nothing, not even a NaN."""
-        if not scale:
-            return
-        if index in self._sparse:
-            rows = grad * scale if grad.is_sparse else (grad * scale).to_sparse(1)
-            self._rows[index] = self._rows[index] + rows if index in self._rows else rows
-            return
-        view = self._views[index]
-        dense = grad.to_dense() if grad.is_sparse else grad
-        if index in self._filled:
-            view.add_(dense, alpha=scale)
-        else:
-            torch.mul(dense, scale, out=view)
-            self._filled.add(index)
-
-    def _arrive(self, index: int) -> None:
+    def _arrive(self, index: int, *, send: bool) -> None:
         pending = self._pending.pop(index, None)
         if pending is not None:
-            self._absorb(index, pending, 1.0 / self._local_unit)
+            self._mine.add(index, pending, 1.0 / self._local_unit)
         self._arrived.add(index)
-        if index in self._sparse:
+        self._mine.complete(index)
+        if index in self._sparse or not send:
             return
-        if index in self._filled:
-            self._finite.append((self._names[index], is_finite(self._views[index])))
-        else:
-            self._views[index].zero_()
         self._waiting[self._bucket_of[index]] -= 1
-        if self._mode == "own":
-            return
         while self._next_bucket < len(self._waiting) and not self._waiting[self._next_bucket]:
             self._exchange.bucket(self._next_bucket)
             self._next_bucket += 1
@@ -254,26 +227,21 @@ class GradientSync:
         self._world.clock.trained(exchange_s=exchange_s, samples=samples)
 
     def _exchange_rest(self, backward_s: float) -> float:
-        for index in range(len(self._params)):
-            if index not in self._arrived:
-                self._set_aside(index)
-                self._arrive(index)
-        present = [index in self._filled or index in self._rows for index in range(len(self._params))]
+        self._arrive_rest(send=True)
         for index in sorted(self._sparse):
-            rows = self._rows.pop(index, None)
-            if rows is not None:
-                self._finite.append((self._names[index], is_finite(rows.coalesce().values())))
-            self._exchange.rows(index, rows, self._params[index])
+            self._exchange.rows(index, self._mine.rows(index), self._params[index])
         filled = self._exchange.current
-        self._sealed.append((self._exchange.seal(present, self._bad_names()), filled))
+        self._sealed.append((self._exchange.seal(self._mine.present(), self._mine.nonfinite()), filled))
         blocked_s = self._collect()
         if self.rounds == MEASURED_ROUND:
             self._follow_measurement(backward_s)
         return blocked_s
 
-    def _bad_names(self) -> list[str]:
-        finite, self._finite = self._finite, []
-        return [name for name, fine in finite if not fine]
+    def _arrive_rest(self, *, send: bool) -> None:
+        for index in range(len(self._params)):
+            if index not in self._arrived:
+                self._set_aside(index)
+                self._arrive(index, send=send)
 
     def _collect(self) -> float:
         """Put what was agreed ``delay`` exchanges ago into ``.grad``; returns the seconds that this thread was blocked."""
@@ -300,21 +268,13 @@ class GradientSync:
             if grad is not None and held is not None:
                 grad = grad + held if grad.is_sparse else grad.add_(held)
             param.grad = held if grad is None else grad
-        self._filled.clear()
+        self._mine.clear()
         self._local.clear()
 
     def _deliver_own(self) -> None:
         """The window's own mean, from what its micro-batches left in the buckets."""
-        share = self._window.share
-        own = {index: rows * share for index, rows in self._rows.items()}
-        for index in range(len(self._params)):
-            if index not in self._arrived:
-                self._set_aside(index)
-                self._arrive(index)
-        own |= {index: self._views[index].mul_(share) for index in self._filled}
-        self._rows.clear()
-        self._finite.clear()
-        self._deliver(own)
+        self._arrive_rest(send=False)
+        self._deliver(self._mine.own_mean(self._window.share))
 
     def _follow_measurement(self, backward_s: float) -> None:
         """Once, all ranks alike: choose the bucket size from rank 0's link and backward time."""
@@ -344,6 +304,7 @@ class GradientSync:
             exchange_step=self._exchange.step,
             reducers=[dict(state) for state in self._exchange.states],
             pending=pending,
+            window=self._mine.state_dict(self._window),
         )
 
     def load(self, worlds: Sequence[GradientState], *, same: int | None) -> None:
@@ -351,8 +312,7 @@ class GradientSync:
         kept = worlds[0 if same is None else same]
         self.steps, self.rounds = kept["steps"], kept["rounds"]
         self._build(kept["bucket_bytes"])
-        if not self._sets:
-            return
+        self._allocate()
         self._exchange.step = kept["exchange_step"]
         states = [world["reducers"] for world in worlds]
         self._exchange.restore(states[same] if same is not None else self._exchange.resplit(states))
@@ -363,6 +323,16 @@ class GradientSync:
             agreement = Agreement(used=tuple(pending["used"]), nonfinite=(), rows=pending["rows"])
             self._sealed.append((partial(_told, agreement), number))
         self._exchange.fill(len(self._sealed))
+        self._load_window([world["window"] for world in worlds], same=same)
+
+    def _load_window(self, windows: Sequence[WindowState], *, same: int | None) -> None:
+        """Each rank goes on in its own; in a world of another size rank 0 takes everybody's part."""
+        self._mine.views = self._sets[self._exchange.current]
+        self._mine.clear()
+        self._window = Window()
+        taken = [windows[same]] if same is not None else windows if self._world.rank == 0 else []
+        for window in taken:
+            self._mine.join(window, self._window)
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
 

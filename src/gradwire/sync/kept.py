@@ -23,6 +23,17 @@ class PendingState(TypedDict):
     flats: list[Tensor]
 
 
+class WindowState(TypedDict):
+    """What one rank has put into a window that is still open; by parameter index."""
+
+    count: float
+    unit: float
+    relative: bool
+    closed: bool
+    dense: dict[int, Tensor]
+    rows: dict[int, Tensor]
+
+
 class GradientState(TypedDict):
     """What one rank keeps of its `GradientSync`."""
 
@@ -32,6 +43,7 @@ class GradientState(TypedDict):
     exchange_step: int
     reducers: list[dict[str, Tensor]]
     pending: list[PendingState]
+    window: WindowState
 
 
 class FragmentState(TypedDict):

@@ -115,9 +115,9 @@ class Weighting:
 class Window:
     """What this rank has counted in the window that is open, or was closed last.
 
-    count: the sum of its backwards' counts. scale: the factor of this backward's gradients. With a known total it is n_r/N;
-    otherwise (relative) gradients are kept beside the window's first count, so that they are never large, for half
-    precision's sake, and the exchange divides by the total.
+    count: the sum of its backwards' counts. unit: what the buckets' sum is divided by. scale: the factor of this backward's
+    gradients. With a known total that is n_r/N; otherwise (relative) gradients are kept beside the window's first count, so
+    that they are never large, for half precision's sake, and the exchange divides by the total.
     """
 
     def __init__(self) -> None:
@@ -125,12 +125,12 @@ class Window:
         self.scale = 1.0
         self.relative = False
         self.closed = False
-        self._unit = 0.0
+        self.unit = 0.0
 
     def begin(self, weight: Weight, *, idle: bool) -> None:
         """A backward begins; idle: one without a gradient of this rank."""
         if self.closed and weight.first:
-            self.count, self._unit, self.relative, self.closed = 0.0, 0.0, False, False
+            self.count, self.unit, self.relative, self.closed = 0.0, 0.0, False, False
         if not idle:
             self._add(weight)
 
@@ -145,16 +145,16 @@ class Window:
             self.relative = explicit
         self.count += count if weight.first else 0.0
         if total is not None and not self.relative:
-            self._unit = total
-        elif not self._unit:
-            self._unit = count
-        self.scale = count / self._unit if self._unit else 0.0
+            self.unit = total
+        elif not self.unit:
+            self.unit = count
+        self.scale = count / self.unit if self.unit else 0.0
 
     @property
     def share(self) -> float:
         """What makes the buckets' sum this rank's own mean."""
-        return self._unit / self.count if self.count else 0.0
+        return self.unit / self.count if self.count else 0.0
 
     def opening(self, microbatch: Microbatch | None) -> Opening:
         """What the exchange opens with."""
-        return Opening(count=self.count, unit=self._unit or 1.0, explicit=self.relative, microbatch=microbatch)
+        return Opening(count=self.count, unit=self.unit or 1.0, explicit=self.relative, microbatch=microbatch)
