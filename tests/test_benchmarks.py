@@ -14,8 +14,9 @@ from benchmarks.cells import Row
 from benchmarks.data import MissingDataError, idx
 from benchmarks.lab import Lab, LabError
 from benchmarks.lab.__main__ import rate_mbit
-from benchmarks.models import WORKLOADS, loss_of
+from benchmarks.models import loss_of
 from benchmarks.report import Span, keep, markdown, summarize
+from benchmarks.workloads import WORKLOADS
 
 
 def rows(*step_s: float, sent: float = 0.0, interface: str = "eth0") -> list[Row]:
@@ -99,7 +100,7 @@ def test_a_lab_of_no_or_too_many_hosts_is_refused(hosts: int) -> None:
         Lab(hosts=hosts)
 
 
-@pytest.mark.parametrize(("name", "millions"), [("conv", 11.2), ("transformer", 7.5)])
+@pytest.mark.parametrize(("name", "millions"), [("conv", 11.2), ("transformer", 7.5), ("big", 25.4)])
 def test_a_workload_has_the_size_it_claims_and_trains(name: str, millions: float) -> None:
     workload = WORKLOADS[name]
     model = workload.model(0)
