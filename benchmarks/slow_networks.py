@@ -52,7 +52,7 @@ def _arguments() -> argparse.Namespace:
     cells = [name for name, cell in CELLS.items() if cell.rate_mbit is not None]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_networks", description=__doc__)
     parser.add_argument("--cells", nargs="+", choices=cells, default=cells)
-    parser.add_argument("--models", nargs="+", choices=sorted(WORKLOADS), default=["big", "conv"])
+    parser.add_argument("--models", nargs="+", choices=sorted(WORKLOADS), default=["big", "conv", "text"])
     parser.add_argument("--variants", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--name", default="slow-networks", help="of the two files written")
@@ -129,7 +129,7 @@ def table(summaries: list[Summary]) -> list[str]:
             each.step_s.words(1e3, ".0f"),
             each.ratio.inverse().words(1, ".2f"),
             "" if each.sent is None else each.sent.words(1, ".3f"),
-            "by shape" if formula is None else f"{formula:.3f}",
+            "by shape" if formula is None else f"{formula:.3g}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
