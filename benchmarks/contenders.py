@@ -13,6 +13,9 @@ GUESSED_BYTES = 0.3  # a parameter, where no formula holds for all shapes
 WINDOW_S = 4.0  # that a measurement should last at least, ...
 MOST_STEPS = 16  # ... unless so many steps are enough
 SETTLED = 4  # warm-up steps: gradwire chooses its bucket size after three exchanges
+EXACT_SHARE = 0.02
+LEAST_EXACT = 20
+NO_EXACT_STEPS = "exact_steps=0"
 SLOW_STEP_S = 2.5  # when one step takes so long, bytes decide and one warm-up step is enough
 
 
@@ -84,8 +87,8 @@ CONTENDERS = {
         _gradwire("q8", "q8", EIGHT_BITS),
         _gradwire("q4", "q4", FOUR_BITS),
         _gradwire("lowrank-r16", "lowrank:rank=16", None, window=2),
-        _gradwire(f"q4-h{EVERY}", f"local:every={EVERY},codec=q4,exact_steps=0", FOUR_BITS / EVERY, window=EVERY),
-        _gradwire(f"exact-h{EVERY}", f"local:every={EVERY},exact_steps=0", FP32 / EVERY, window=EVERY),
+        _gradwire(f"q4-h{EVERY}", f"local:every={EVERY},codec=q4,{NO_EXACT_STEPS}", FOUR_BITS / EVERY, window=EVERY),
+        _gradwire(f"exact-h{EVERY}", f"local:every={EVERY},{NO_EXACT_STEPS}", FP32 / EVERY, window=EVERY),
         _gradwire("delayed-q4", "delayed:codec=q4", FOUR_BITS),
         _no_network("alone", 1, "one process, nobody beside it"),
         _no_network("apart", 2, "two processes that do not talk"),
@@ -93,10 +96,19 @@ CONTENDERS = {
 }
 
 
-def quality(contender: Contender, exact_steps: int) -> Contender:
-    """The same for a quality run: plans with local steps begin with that many exact ones (post-local SGD)."""
-    words = tuple(word.replace("exact_steps=0", f"exact_steps={exact_steps}") for word in contender.variant.words)
-    changed = words != contender.variant.words
-    return replace(
-        contender, variant=replace(contender.variant, words=words), exact_steps=exact_steps if changed else 0
-    )
+def for_quality(contender: Contender, steps: int) -> Contender:
+    """The same for a quality run of so many steps: plans with local steps begin with exact ones (post-local SGD).
+
+    They are EXACT_SHARE of the steps, at least LEAST_EXACT, and then agree at every EVERY-th step of the run.
+
+    >>> for_quality(CONTENDERS["q4-h8"], 1000).how
+    'Plan(sync="local:every=8,codec=q4,exact_steps=24")'
+    """
+    exact_steps = math.ceil(max(LEAST_EXACT, steps * EXACT_SHARE) / EVERY) * EVERY
+    if NO_EXACT_STEPS not in contender.how:
+        return contender
+    spelled = f"exact_steps={exact_steps}"
+    words = tuple(word.replace(NO_EXACT_STEPS, spelled) for word in contender.variant.words)
+    variant = replace(contender.variant, words=words)
+    how = contender.how.replace(NO_EXACT_STEPS, spelled)
+    return replace(contender, how=how, variant=variant, exact_steps=exact_steps)

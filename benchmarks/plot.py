@@ -140,15 +140,13 @@ def picture(slow: Mapping[str, Any], quality: Mapping[str, Any]) -> str | None:
     if not panels:
         return None
     seeds = len({run["seed"] for run in quality["runs"]})
-    return svg(
-        panels,
-        [
-            f"Loss per step, mean of {seeds} seeds, times the seconds a step of the same model was measured to take on a wire of",
-            f"that rate (median of {slow['about']['repetitions']}); all see the same batches. DDP is drawn with the loss of exact "
-            "training, which is the same",
-            "arithmetic. A dot is the end of the run. Evaluation takes no time here; namespaces of one machine, no delay added.",
-        ],
-    )
+    repetitions = slow["about"]["repetitions"]
+    caption = [
+        f"Loss per step (mean of {seeds} seeds) times the seconds that a step of the same model was measured to take on a wire of",
+        f"that rate (median of {repetitions}). All see the same batches. DDP is drawn with the loss of exact training, which is the",
+        "same arithmetic. A dot is the end of the run. Evaluation takes no time here; hosts of one machine, no delay added.",
+    ]
+    return svg(panels, caption)
 
 
 def main() -> int:

@@ -16,15 +16,13 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.cells import CELLS, Place, Row, RunFailedError, Variant
-from benchmarks.contenders import CONTENDERS, EVERY, quality
+from benchmarks.contenders import CONTENDERS, EVERY, for_quality
 from benchmarks.data import MissingDataError, text_path
 from benchmarks.quality_report import BASELINE, words
 from benchmarks.results import RESULTS, about, read, say, write
 
 TASKS = ("text", "images")
 VARIANTS = (BASELINE, "q8", "q4", "q4-h8", "lowrank-r16", "ddp-powersgd-r4-one-bucket", "ddp-fp16")
-EXACT_SHARE = 0.02  # of the steps of a plan with local steps, at least LEAST_EXACT
-LEAST_EXACT = 20
 EVALUATIONS = 25
 TIMEOUT_S = 3600.0
 
@@ -63,15 +61,6 @@ def _arguments() -> argparse.Namespace:
     if not args.all and args.task is None:
         parser.error("say --task for one run, or --all")
     return args
-
-
-def exact_steps(steps: int) -> int:
-    """The exact steps that a plan with local steps begins with, so that it agrees at every EVERY-th step of the run.
-
-    >>> exact_steps(1000)
-    24
-    """
-    return -(-max(LEAST_EXACT, round(steps * EXACT_SHARE)) // EVERY) * EVERY
 
 
 def evaluate_every(steps: int) -> int:
@@ -123,7 +112,7 @@ def _all(args: argparse.Namespace) -> int:
             for name in args.variants:
                 if (task, name, seed, args.steps) in done:
                     continue
-                variant = quality(CONTENDERS[name], exact_steps(args.steps)).variant
+                variant = for_quality(CONTENDERS[name], args.steps).variant
                 try:
                     runs.append(one(variant, task, seed, args.steps))
                 except RunFailedError as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import CONTENDERS, for_quality
 from benchmarks.report import Span
 from benchmarks.targets import POWERSGD
 
@@ -53,7 +53,7 @@ def table(runs: Sequence[Run], task: str, steps: int) -> list[str]:
     for variant, by_seed in found.items():
         loss = Span.of(list(by_seed.values()))
         difference = over_exact(found, variant)
-        how = CONTENDERS[variant].how if variant in CONTENDERS else variant
+        how = for_quality(CONTENDERS[variant], steps).how
         cells = [variant, how, str(len(by_seed)), f"{mean(by_seed.values()):.4f} ({loss.low:.4f}-{loss.high:.4f})"]
         lines.append(f"| {' | '.join(cells)} | {'' if difference is None else signed(difference)} |")
     return lines

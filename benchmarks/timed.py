@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from benchmarks.contenders import CONTENDERS, quality
-from benchmarks.quality import exact_steps
+from benchmarks.contenders import CONTENDERS, for_quality
 from benchmarks.report import summaries_of
 
 MODEL = "text"
@@ -44,7 +43,7 @@ def curves(slow: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], cell: str
     for variant in step_s:
         steps = mean_curve(runs, variant)
         if steps:
-            first = quality(CONTENDERS[variant], exact_steps(steps[-1][0])).exact_steps
+            first = for_quality(CONTENDERS[variant], steps[-1][0]).exact_steps
             slower_s = step_s.get("exact", 0.0) - step_s[variant] if first else 0.0
             found[variant] = [(step * step_s[variant] + min(step, first) * slower_s, loss) for step, loss in steps]
     return found
