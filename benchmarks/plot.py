@@ -142,9 +142,9 @@ def picture(slow: Mapping[str, Any], quality: Mapping[str, Any]) -> str | None:
     seeds = len({run["seed"] for run in quality["runs"]})
     repetitions = slow["about"]["repetitions"]
     caption = [
-        f"Loss per step (mean of {seeds} seeds) times the seconds that a step of the same model was measured to take on a wire of",
-        f"that rate (median of {repetitions}). All see the same batches. DDP is drawn with the loss of exact training, which is the",
-        "same arithmetic. A dot is the end of the run. Evaluation takes no time here; hosts of one machine, no delay added.",
+        f"Loss per step (seeds averaged: {seeds}) times the seconds that a step of the same model was measured to take on a",
+        f"wire of that rate (repetitions: {repetitions}). All see the same batches. DDP is drawn with the loss of exact",
+        "training, the same arithmetic. A dot is the end of the run. Evaluation takes no time here; no delay is added to wires.",
     ]
     return svg(panels, caption)
 
