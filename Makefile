@@ -47,7 +47,7 @@ data: $(READY)  ## fetch Fashion-MNIST and the text (Debian or Ubuntu; 44 MB)
 bench: $(READY) ## every benchmark against DDP, on a quiet machine (about an hour; the networks need root)
 	$(BIN)/python -m benchmarks.run
 
-bench-slow: $(READY) ## every plan and PyTorch's ways on slow networks (root; a quiet machine; about an hour and a quarter)
+bench-slow: $(READY) ## every plan and PyTorch's ways on slow networks (root; a quiet machine; about two hours)
 	$(BIN)/python -m benchmarks.slow_networks
 
 quality: data   ## what each plan costs in loss, three seeds (about an hour; goes on where it was stopped)

@@ -10,8 +10,8 @@ from benchmarks.cells import Cell, Variant
 EVERY = 8  # steps between exchanges where a plan has local steps
 GUESSED_STEP_S = 0.3  # of computing; only chooses how many steps are measured
 GUESSED_BYTES = 0.3  # a parameter, where no formula holds for all shapes
-WINDOW_S = 4.0  # that a measurement should last at least, ...
-MOST_STEPS = 16  # ... unless so many steps are enough
+WINDOW_S = 2.5  # that a measurement should last at least, ...
+MOST_STEPS = 8  # ... unless so many steps are enough
 SETTLED = 4  # warm-up steps: gradwire chooses its bucket size after three exchanges
 EXACT_SHARE = 0.02
 LEAST_EXACT = 20

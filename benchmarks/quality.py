@@ -15,11 +15,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.baselines import Hook
 from benchmarks.cells import CELLS, Place, Row, RunFailedError, Variant
 from benchmarks.contenders import CONTENDERS, EVERY, for_quality
 from benchmarks.data import MissingDataError, text_path
 from benchmarks.quality_report import BASELINE, words
 from benchmarks.results import RESULTS, about, read, say, write
+from gradwire.core.spelling import parse
+from gradwire.errors import PlanError
 
 TASKS = ("text", "images")
 VARIANTS = (BASELINE, "q8", "q4", "q4-h8", "lowrank-r16", "ddp-powersgd-r4-one-bucket", "ddp-fp16")
@@ -46,8 +49,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--task", choices=TASKS, help="one run: what is learnt")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--sync", help="one run: gradwire's plan")
-    how.add_argument("--hook", help="one run: DDP with this hook instead")
+    how.add_argument("--sync", type=_sync, help="one run: gradwire's plan")
+    how.add_argument("--hook", type=_hook, help="one run: DDP with this hook instead")
     parser.add_argument("--seed", type=int, default=0, help="one run: of the weights and of the data")
     parser.add_argument("--steps", type=int, default=1000, help=f"a multiple of {EVERY}")
     parser.add_argument("--all", action="store_true", help="every variant, task and seed")
@@ -61,6 +64,19 @@ def _arguments() -> argparse.Namespace:
     if not args.all and args.task is None:
         parser.error("say --task for one run, or --all")
     return args
+
+
+def _sync(text: str) -> str:
+    try:
+        parse(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _hook(text: str) -> str:
+    Hook.parse(text)
+    return text
 
 
 def evaluate_every(steps: int) -> int:

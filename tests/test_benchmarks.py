@@ -197,6 +197,7 @@ def test_accumulated_gradients_are_a_mean_and_exchanged_once() -> None:
         (["slow_networks", "--repetitions", "0"], "at least 1"),
         (["slow_networks", "--cells", "loopback"], "invalid choice"),
         (["quality", "--task", "text", "--steps", "100"], "multiple of 8"),
+        (["quality", "--task", "text", "--sync", "q5"], "unknown name 'q5'"),
         (["quality"], "--task for one run, or --all"),
         (["train_ddp", "--model", "conv", "--hook", "q4"], "accumulate:EVERY"),
         (["train_gradwire", "--model", "conv", "--evaluate-every", "8"], "random"),
