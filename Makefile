@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 FAST := not slow and not lab and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format data bench lab test-lab test-all clean
+.PHONY: help demo test check format data bench bench-slow quality plot lab test-lab test-all clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || \
@@ -46,6 +46,16 @@ data: $(READY)  ## fetch Fashion-MNIST and the text (Debian or Ubuntu; 44 MB)
 
 bench: $(READY) ## every benchmark against DDP, on a quiet machine (about an hour; the networks need root)
 	$(BIN)/python -m benchmarks.run
+
+bench-slow: $(READY) ## every plan and PyTorch's ways on slow networks (root; a quiet machine; about two hours)
+	$(BIN)/python -m benchmarks.slow_networks
+
+quality: data   ## what each plan costs in loss, three seeds (about an hour; goes on where it was stopped)
+	$(BIN)/python -m benchmarks.quality --all --seeds 3
+
+plot: $(READY)  ## from the results of the two above: loss over time, and docs/which-plan.md
+	$(BIN)/python -m benchmarks.plot
+	$(BIN)/python -m benchmarks.which_plan
 
 lab: $(READY)   ## how to have several hosts on one machine
 	@$(BIN)/python -m benchmarks.lab --help

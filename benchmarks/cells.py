@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import Lab
+from benchmarks.lab import Lab, LabError
 from benchmarks.lab.hosts import WIRE
 
 ROOT = Path(__file__).parent.parent
 PORT = 29500
-TIMEOUT_S = 600.0
 GRADWIRE = [sys.executable, "-m", "gradwire", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -32,22 +31,30 @@ class RunFailedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A network and how long to measure on it. rate_mbit None: this machine's loopback, no lab."""
+    """A network and how long to measure on it. rate_mbit None: this machine's loopback, no lab.
+
+    timeout_s: after which a measurement has failed.
+    """
 
     name: str
     ranks: int
     rate_mbit: float | None
     steps: int
     warm_up: int
+    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train. words: more of its script's command line."""
+    """One way to train.
+
+    words: more of its script's command line. num_processes: fewer than the cell's ranks, None for all of them.
+    """
 
     name: str
     script: str
     words: tuple[str, ...] = ()
+    num_processes: int | None = None
 
 
 CELLS = {
@@ -80,15 +87,16 @@ class Place:
 
     def measure(self, variant: Variant, model: str) -> list[Row]:
         """Train once, in fresh processes; one row per rank. Raises RunFailedError."""
+        count = variant.num_processes or self.cell.ranks
         with tempfile.TemporaryDirectory() as folder:
             words = [str(ROOT / "benchmarks" / variant.script), "--model", model, "--out", folder]
             words += ["--steps", str(self.cell.steps), "--warm-up", str(self.cell.warm_up), *variant.words]
             words += ["--started", repr(time.monotonic())]
             if self.lab is None:
-                _run_here(_local_command(variant, self.cell.ranks, words))
+                _run_here(_local_command(variant, count, words), self.cell.timeout_s)
             else:
-                _run_in(self.lab, variant, [*words, "--interface", WIRE])
-            files = [Path(folder) / f"rank{rank}.json" for rank in range(self.cell.ranks)]
+                _run_in(self.lab, variant, count, [*words, "--interface", WIRE], self.cell.timeout_s)
+            files = [Path(folder) / f"rank{rank}.json" for rank in range(count)]
             if missing := [file.name for file in files if not file.exists()]:
                 raise RunFailedError(f"{variant.name} on {self.cell.name} ended well but left no {', '.join(missing)}")
             return [json.loads(file.read_text()) for file in files]
@@ -120,12 +128,12 @@ def _local_command(variant: Variant, ranks: int, words: list[str]) -> list[str]:
             return [sys.executable, *words]
 
 
-def _run_here(command: list[str]) -> None:
+def _run_here(command: list[str], timeout_s: float) -> None:
     environment = os.environ | _environment() | {"GLOO_SOCKET_IFNAME": "lo"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            said = process.communicate(timeout=TIMEOUT_S)
+            said = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.terminate()  # a launcher ends its workers when it is asked to, not when it is killed
             said = process.communicate()
@@ -133,17 +141,21 @@ def _run_here(command: list[str]) -> None:
         raise RunFailedError(f"`{' '.join(command)}` ended with {process.returncode}:\n{said[0]}\n{said[1]}")
 
 
-def _run_in(lab: Lab, variant: Variant, words: list[str]) -> None:
+def _run_in(lab: Lab, variant: Variant, count: int, words: list[str], timeout_s: float) -> None:
     commands: dict[int, list[str | Path]] = {}
-    for host in range(lab.hosts):
-        if variant.script == "train_ddp.py":
-            ranks = (f"RANK={host}", f"WORLD_SIZE={lab.hosts}", "LOCAL_RANK=0", f"MASTER_ADDR={lab.address(0)}")
-            there = ["env", *ranks, f"MASTER_PORT={PORT}", f"GLOO_SOCKET_IFNAME={WIRE}", sys.executable]
-        else:
-            there = [*GRADWIRE, "-n", "1", "--nodes", str(lab.hosts), "--node-rank", str(host)]
+    for host in range(count):
+        if variant.script == "train_gradwire.py":
+            there = [*GRADWIRE, "-n", "1", "--nodes", str(count), "--node-rank", str(host)]
             there += ["--rendezvous", f"{lab.address(0)}:{PORT}"]
+        else:
+            ranks = (f"RANK={host}", f"WORLD_SIZE={count}", "LOCAL_RANK=0", f"MASTER_ADDR={lab.address(0)}")
+            there = ["env", *ranks, f"MASTER_PORT={PORT}", f"GLOO_SOCKET_IFNAME={WIRE}", sys.executable]
         commands[host] = [*there, *words]
-    for host, done in lab.run(commands, timeout_s=TIMEOUT_S, env=_environment()).items():
+    try:
+        finished = lab.run(commands, timeout_s=timeout_s, env=_environment())
+    except LabError as error:
+        raise RunFailedError(f"{variant.name}: {error}") from error
+    for host, done in finished.items():
         if done.returncode != 0:
             raise RunFailedError(
                 f"{variant.name} on host {host} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
@@ -10,6 +10,12 @@ from typing import Any
 from benchmarks.cells import Row
 
 MIB = 1 << 20
+FLOAT32_BYTES = 4.0
+NOTES = (
+    "Median over the repetitions (lowest-highest). A ratio is taken within each repetition, whose variants run one",
+    "after the other; below 1 is faster than the baseline. One pinned core and one torch thread a rank. Peak:",
+    "resident memory of the larger rank. The formula for bytes is 2(n-1)/n x 4 x parameters, headers not included.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,10 @@ class Span:
         """
         return cls(median=median(values), low=min(values), high=max(values))
 
+    def inverse(self) -> Span:
+        """Of one over each value (of an even number of values the median is not exact)."""
+        return Span(median=1 / self.median, low=1 / self.high, high=1 / self.low)
+
     def words(self, scale: float, form: str) -> str:
         """``median (low-high)``, each times ``scale`` in format ``form``."""
         return f"{self.median * scale:{form}} ({self.low * scale:{form}}-{self.high * scale:{form}})"
@@ -38,9 +48,9 @@ class Span:
 class Summary:
     """One variant in one cell, over its repetitions.
 
-    step_s: median step of the slower rank. ratio: step time over the baseline's in the same repetition.
+    step_s: a step of the slower rank. ratio: step time over the baseline's in the same repetition.
     first_step_s: from launch to the end of the first step. peak_bytes: resident, the larger rank's. sent: bytes per
-    step and rank over 2(n-1)/n x 4 x parameters; None on loopback. loss: mean over the ranks.
+    step and rank over a formula's; None on loopback. loss: mean over the ranks.
     """
 
     variant: str
@@ -57,25 +67,40 @@ def step_s(rows: Sequence[Row]) -> float:
     return max(median(row["step_s"]) for row in rows)
 
 
-def summarize(variant: str, repetitions: Sequence[Sequence[Row]], baseline: Sequence[Sequence[Row]]) -> Summary:
-    """Put the repetitions of one variant together, beside the baseline's of the same numbers."""
-    steps = [step_s(rows) for rows in repetitions]
+def window_s(rows: Sequence[Row]) -> float:
+    """The mean step over the whole measured window, of the slower rank: the one that is true when steps differ by design."""
+    return max(mean(row["step_s"]) for row in rows)
+
+
+def summarize(
+    variant: str,
+    repetitions: Sequence[Sequence[Row]],
+    baseline: Sequence[Sequence[Row]],
+    *,
+    seconds: Callable[[Sequence[Row]], float] = step_s,
+    bytes_per_parameter: float = FLOAT32_BYTES,
+) -> Summary:
+    """Put the repetitions of one variant together, beside the baseline's of the same numbers.
+
+    seconds: what a step is. bytes_per_parameter: of the formula 2(n-1)/n x that x parameters.
+    """
+    steps = [seconds(rows) for rows in repetitions]
     pairs = zip(steps, baseline, strict=False)
     return Summary(
         variant=variant,
         step_s=Span.of(steps),
-        ratio=Span.of([step / step_s(rows) for step, rows in pairs]),
+        ratio=Span.of([step / seconds(rows) for step, rows in pairs]),
         first_step_s=Span.of([max(row["first_step_s"] for row in rows) for rows in repetitions]),
         peak_bytes=Span.of([max(row["peak_bytes"] for row in rows) for rows in repetitions]),
-        sent=_sent(repetitions),
+        sent=_sent(repetitions, bytes_per_parameter),
         loss=mean(row["loss"] for row in repetitions[-1]),
     )
 
 
-def _sent(repetitions: Sequence[Sequence[Row]]) -> Span | None:
+def _sent(repetitions: Sequence[Sequence[Row]], bytes_per_parameter: float) -> Span | None:
     first = repetitions[0]
     ranks = len(first)
-    formula = 2 * (ranks - 1) / ranks * 4 * first[0]["parameters"]
+    formula = 2 * (ranks - 1) / ranks * bytes_per_parameter * first[0]["parameters"]
     counted = [mean(row["sent_bytes_per_step"] for row in rows) for rows in repetitions]
     if formula == 0 or any(row["interface"] == "lo" for row in first):
         return None
@@ -103,29 +128,36 @@ def table(summaries: Sequence[Summary], baseline: str) -> list[str]:
     return lines
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """A whole result, as ``benchmarks.run`` keeps it, for people."""
+def _part_table(part: dict[str, Any]) -> list[str]:
+    return table(summaries_of(part), part["baseline"])
+
+
+def markdown(
+    result: dict[str, Any],
+    *,
+    notes: Sequence[str] = NOTES,
+    part_table: Callable[[dict[str, Any]], list[str]] = _part_table,
+) -> str:
+    """A whole result, as the drivers keep it, for people: ``part_table`` makes the lines of one part."""
     lines = [f"# {result['name']}", ""]
     lines += [f"- {key}: {value}" for key, value in result["about"].items()]
-    lines += [
-        "",
-        "Median over the repetitions (lowest-highest). A ratio is taken within each repetition, whose variants run one",
-        "after the other; below 1 is faster than the baseline. One pinned core and one torch thread a rank. Peak:",
-        "resident memory of the larger rank. The formula for bytes is 2(n-1)/n x 4 x parameters, headers not included.",
-    ]
+    lines += ["", *notes]
     for part in result["parts"]:
         lines += ["", f"## {part['cell']}, {part['model']}", ""]
         if "not_run" in part:
             lines.append(f"Not run: {part['not_run']}.")
             continue
         lines += [f"- {key}: {value}" for key, value in part["about"].items()]
-        lines += ["", *table([_summary(each) for each in part["summaries"]], part["baseline"])]
+        lines += ["", *part_table(part)]
     return "\n".join(lines) + "\n"
 
 
-def _summary(kept: dict[str, Any]) -> Summary:
-    spans = {key: Span(**value) if isinstance(value, dict) else value for key, value in kept.items()}
-    return Summary(**spans)
+def summaries_of(part: dict[str, Any]) -> list[Summary]:
+    """The summaries that ``keep`` put into a part."""
+    return [
+        Summary(**{key: Span(**value) if isinstance(value, dict) else value for key, value in kept.items()})
+        for kept in part["summaries"]
+    ]
 
 
 def keep(summary: Summary) -> dict[str, Any]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import SEED, Record, optimizer_for, parse, pin
+from benchmarks.baselines import Hook, wrap
+from benchmarks.measure import Record, parse, pin
 from benchmarks.models import loss_of
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hook", type=Hook.parse, default=Hook(name="none"), help=Hook.ALLOWED)
+    parser.add_argument("--bucket-cap-mb", type=float, help="default: DDP's own")
 
 
 def _parts(steps: int, samples: int, rank: int, size: int) -> list[list[int]]:
@@ -21,27 +28,30 @@ def _parts(steps: int, samples: int, rank: int, size: int) -> list[list[int]]:
 
 def main() -> None:
     """Train and report."""
-    args = parse(__doc__)
+    args = parse(__doc__, _options)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     pin(rank)
-    record = Record(variant="ddp", rank=rank, args=args)
+    record = Record(variant="ddp", rank=rank, size=size, args=args)
     workload = record.workload
-    data = workload.dataset(record.num_steps * size * workload.samples_per_rank, SEED)
+    data = workload.dataset(record.num_samples, args.seed)
     train = DataLoader(data, batch_sampler=_parts(record.num_steps, workload.samples_per_rank, rank, size))
-    model = workload.model(SEED)
-    parallel = (
-        DistributedDataParallel(model)
-        if args.bucket_cap_mb is None
-        else DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
-    )
-    optimizer = optimizer_for(model)
-    for x, y in train:
-        loss = loss_of(parallel(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        record.step_done(loss)
+    model = workload.model(args.seed)
+    inner = workload.optimizer(model.parameters())
+    schedule = record.schedule(inner)
+    parallel, optimizer = wrap(model, inner, args.hook, bucket_cap_mb=args.bucket_cap_mb)
+    for step, (x, y) in enumerate(train):
+        if args.hook.keeps(step):
+            with parallel.no_sync():
+                loss = loss_of(parallel(x), y)
+                (loss * args.hook.share).backward()
+        else:
+            loss = loss_of(parallel(x), y)
+            (loss * args.hook.share).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+        record.step_done(loss, model)
     record.report(model)
     dist.destroy_process_group()
 

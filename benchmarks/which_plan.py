@@ -1,0 +1,197 @@
+"""The page "Which plan for which network": ``python -m benchmarks.which_plan`` writes docs/which-plan.md from the results.
+
+Every number and every sentence that compares comes from slow-networks.json and quality.json; what a plan costs by its
+construction stands in COSTS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cells import ROOT
+from benchmarks.contenders import CONTENDERS, EXACT_SHARE, LEAST_EXACT, NO_EXACT_STEPS
+from benchmarks.quality_report import BASELINE, losses, over_exact, signed, tasks_of
+from benchmarks.report import summaries_of
+from benchmarks.results import RESULTS, read, say
+from benchmarks.targets import faster
+from benchmarks.timed import MODEL, curves, mean_curve, seconds_to
+
+PAGE = ROOT / "docs/which-plan.md"
+NETWORKS = {"lab-1000": "1 Gbit/s", "lab-100": "100 Mbit/s"}
+MODELS = {"big": "large transformer, few tokens", "conv": "conv net", "text": "small transformer"}
+NEAR_EXACT = 0.003  # relative loss
+WORTH = 1.03  # a plan that is not this much faster than a more exact one is not worth its loss
+TARGET_SLACK = 0.01  # of the exact loss, for the time to reach it
+COSTS = {  # from the most exact to the least
+    "exact": "nothing: the same answer as one machine",
+    "bf16": "rounds what travels to 8 bits of precision; sums stay float32",
+    "q8": "rounds what travels to 8 bits; keeps what was lost (one more copy of the gradients)",
+    "q4": "rounds what travels to 4 bits; keeps what was lost (one more copy of the gradients)",
+    "lowrank-r16": "sends one factor of a rank-16 product a step; keeps what was lost (one more copy of the gradients)",
+    "delayed-q4": "as q4, and every step uses the gradient of the batch before; the last batch's is never used",
+    "exact-h8": "ranks differ between agreements; one more copy of the weights and a velocity",
+    "q4-h8": "ranks differ between agreements; one more copy of the weights, a velocity, and what was lost",
+}
+PLANS = {name: CONTENDERS[name] for name in COSTS}
+
+
+def page(slow: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
+    """The whole page."""
+    parts = [part for part in slow["parts"] if "summaries" in part]
+    runs = quality["runs"]
+    lines = [
+        "# Which plan for which network",
+        "",
+        "Made by `python -m benchmarks.which_plan` from [the speeds](../benchmarks/results/slow-networks.md) and",
+        "[the losses](../benchmarks/results/quality.md), which say on what machine. Do not edit it by hand.",
+        "",
+        "Write the plan as `gw.Plan(sync=...)`, or `sync = ...` in a plan file. Times as fast as DDP: the same training by",
+        "PyTorch's DDP in float32 on the same two ranks; median. Loss over exact: held-out loss after the same batches,",
+        "mean over the seeds (lowest to highest). Plans with local steps begin with exact ones: the speeds leave them out",
+        f"(`{NO_EXACT_STEPS}`), the losses were made with {EXACT_SHARE:.0%} of the run, at least {LEAST_EXACT}.",
+        "",
+        *_table(parts, runs),
+        "",
+        "## PyTorch's own ways, beside them",
+        "",
+        *_speed_table(parts, [name for name in CONTENDERS if name not in PLANS and name != "ddp"]),
+        "",
+        "`alone` and `apart` are what no network at all would give.",
+        "",
+        "## What to choose",
+        "",
+        *_advice(parts, runs),
+        "",
+        *_time_to_loss(slow, runs),
+        "## What it costs",
+        "",
+        *(f"- `{_sync(name)}`: {cost}." for name, cost in COSTS.items()),
+        "",
+        "The hosts were namespaces of one machine: the wires had the rate given and no delay of their own. On a network with",
+        "much delay, fewer exchanges (`local`) gain more than this page shows. Losses are of small models and short runs;",
+        "try yours.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _sync(name: str) -> str:
+    """The plan's text without the exact first steps that only a measurement of speed leaves out."""
+    return CONTENDERS[name].how.removeprefix('Plan(sync="').removesuffix('")').removesuffix(f",{NO_EXACT_STEPS}")
+
+
+def _where(part: Mapping[str, Any]) -> str:
+    return f"{NETWORKS.get(part['cell'], part['cell'])}, {MODELS.get(part['model'], part['model'])}"
+
+
+def _speed(part: dict[str, Any], name: str) -> str:
+    found = faster(part, name, "ddp")
+    return "" if found is None else f"{found.median:.2f}"
+
+
+def _speed_table(parts: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    lines = [
+        f"| times as fast as DDP | {' | '.join(_where(part) for part in parts)} |",
+        "|---" * (len(parts) + 1) + "|",
+    ]
+    return lines + [f"| `{name}` | {' | '.join(_speed(part, name) for part in parts)} |" for name in names]
+
+
+def _table(parts: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    tasks = tasks_of(runs)
+    model = MODELS.get(parts[0]["model"], parts[0]["model"]) if parts else ""
+    heads = ["plan", *(_where(part) for part in parts), f"bytes a parameter and step, {model}"]
+    heads += [f"loss over exact, {task}" for task, _ in tasks]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name in PLANS:
+        sent = [each.sent for part in parts[:1] for each in summaries_of(part) if each.variant == name]
+        cells = [f"`{_sync(name)}`", *(_speed(part, name) for part in parts)]
+        cells.append(f"{sent[0].median:.2g}" if sent and sent[0] is not None else "")
+        for task, steps in tasks:
+            loss = over_exact(losses(runs, task, steps), name)
+            cells.append("" if loss is None or name == BASELINE else signed(loss))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _worst(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """The largest mean difference to exact training over the tasks; None if it was not trained."""
+    found = [over_exact(losses(runs, task, steps), name) for task, steps in tasks_of(runs)]
+    return max((each.median for each in found if each is not None), default=None)
+
+
+def _best(part: dict[str, Any], names: Sequence[str]) -> tuple[str, float] | None:
+    """The plan to take: from the most exact one on, another only if it is WORTH it."""
+    best: tuple[str, float] | None = None
+    for name in names:
+        found = faster(part, name, "ddp")
+        if found is not None and (best is None or found.median > WORTH * best[1]):
+            best = name, found.median
+    return best
+
+
+def _advice(parts: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    losses_of = {name: _worst(runs, name) for name in PLANS}
+    near = [name for name, lost in losses_of.items() if name == BASELINE or (lost is not None and lost <= NEAR_EXACT)]
+    lines = [
+        f"Of plans within {WORTH - 1:.0%} of each other's speed the more exact one is named. Near exact: those trained here that "
+        f"lost at most {NEAR_EXACT:.1%} ({', '.join(f'`{name}`' for name in near)}).",
+        "",
+    ]
+    for part in parts:
+        nearest, fastest = _best(part, near), _best(part, list(PLANS))
+        if nearest is None or fastest is None:
+            continue
+        text = f"- {_where(part)}: near exact, `{_sync(nearest[0])}` ({nearest[1]:.1f} times DDP)"
+        if fastest[0] != nearest[0]:
+            lost = losses_of[fastest[0]]
+            loss = "its loss was not measured" if lost is None else f"{lost:+.1%} loss"
+            text += f"; fastest, `{_sync(fastest[0])}` ({fastest[1]:.1f} times DDP, {loss})"
+        lines.append(text + ".")
+    return lines
+
+
+def _time_to_loss(slow: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    exact = mean_curve(runs, BASELINE)
+    found = {cell: curves(slow, runs, cell) for cell in NETWORKS}
+    if not exact or not any(found.values()):
+        return []
+    target = exact[-1][1] * (1 + TARGET_SLACK)
+    lines = [
+        "## Time to the same loss",
+        "",
+        "![Loss over wall-clock time at 100 Mbit/s and 1 Gbit/s](../benchmarks/results/loss-over-time.svg)",
+        "",
+        f"Seconds until the held-out loss of the {MODELS[MODEL]} is {target:.3f}, which is {TARGET_SLACK:.0%} above where exact",
+        "training ended; evaluation left out; empty: never in this run.",
+        "",
+        f"| variant | {' | '.join(NETWORKS.values())} |",
+        "|---" * (len(NETWORKS) + 1) + "|",
+    ]
+    for name in CONTENDERS:
+        if any(name in each for each in found.values()):
+            times = [seconds_to(each[name], target) if name in each else None for each in found.values()]
+            lines.append(f"| `{name}` | {' | '.join('' if time is None else f'{time:.0f}' for time in times)} |")
+    return [*lines, ""]
+
+
+def main() -> int:
+    """Write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.which_plan", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the two results")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args()
+    slow, quality = read(args.results / "slow-networks.json"), read(args.results / "quality.json")
+    if not slow or not quality:
+        say(f"{args.results} lacks slow-networks.json (make bench-slow) or quality.json (make quality)")
+        return 1
+    args.page.write_text(page(slow, quality))
+    print(args.page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
