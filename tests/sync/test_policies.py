@@ -205,6 +205,34 @@ def test_sgd_averaged_after_every_local_step_is_exact() -> None:
     assert_close(ranks[0], weights(single))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_late_agreement_keeps_the_steps_made_meanwhile(num_ranks: int) -> None:
+    policy = LocalSteps(every=4, exact_steps=0, late=2)
+    ranks = run_ranks(num_ranks, lambda world: train(world, gw.Plan(sync=policy)))
+    assert isinstance(policy.outer, Nesterov)
+    models = [model() for _ in range(num_ranks)]
+    optimizers = [sgd(each) for each in models]
+    anchor, velocity = weights(models[0]), [torch.zeros_like(each) for each in weights(models[0])]
+    sent: list[list[Tensor]] = []
+    for number, (x, y) in enumerate(batches()):
+        for each, optimizer, own_x, own_y in zip(
+            models, optimizers, parts(x, num_ranks), parts(y, num_ranks), strict=True
+        ):
+            step(each, optimizer, own_x, own_y)
+        if sent and number % 4 == 1:
+            for index in range(len(anchor)):
+                delta = sum(anchor[index] - own[index] for own in sent) / num_ranks
+                velocity[index] = policy.outer.momentum * velocity[index] + delta
+                anchor[index] = anchor[index] - policy.outer.lr * (delta + policy.outer.momentum * velocity[index])
+                for each, own in zip(models, sent, strict=True):
+                    list(each.parameters())[index].data.add_(anchor[index] - own[index])
+            sent = []
+        if number % 4 == 3:
+            sent = [weights(each) for each in models]
+    for mine, each in zip(ranks, models, strict=True):
+        assert_close(mine, weights(each))
+
+
 @pytest.mark.parametrize("fragments", [2, 3])
 def test_fragments_are_agreed_in_turn_and_none_is_forgotten(fragments: int) -> None:
     policy = LocalSteps(every=3, exact_steps=0, fragments=fragments, outer=Nesterov(lr=1.0, momentum=0.0))
@@ -308,6 +336,7 @@ PLANS = {
     "exact": gw.Plan(),
     "delayed": gw.Plan(sync=Delayed(), bucket_bytes=64),
     "local": gw.Plan(sync=LocalSteps(every=4, exact_steps=1), bucket_bytes=64),
+    "late": gw.Plan(sync=LocalSteps(every=4, exact_steps=1, late=2)),
     "fragments": gw.Plan(sync=LocalSteps(every=4, exact_steps=1, fragments=2)),
 }
 
@@ -392,6 +421,7 @@ def test_policies_say_what_is_wrong_with_their_settings() -> None:
     for make, words in [
         (lambda: LocalSteps(every=0), "every=0"),
         (lambda: LocalSteps(every=4, fragments=5), "must not be above every=4"),
+        (lambda: LocalSteps(every=4, late=4), "must be below every=4"),
         (lambda: LocalSteps(every=4, exact_steps=-1), "exact_steps=-1"),
         (lambda: Accumulate(every=0), "every=0"),
         (lambda: Nesterov(lr=0.0), "lr=0.0"),

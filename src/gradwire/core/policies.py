@@ -31,6 +31,7 @@ class _GradientsOnly:
     delay = 0
     spans_batches = False
     num_fragments = 1
+    late = 0
     outer: Outer | None = None
 
     def at_step(self, step: int) -> tuple[int, ...]:
@@ -118,7 +119,8 @@ class LocalSteps:
     What travels is the difference (global - local) since the last time, through ``reducer``; ``outer`` makes the new parameters
     from it (DiLoCo, arXiv 2311.08105; local SGD, arXiv 1805.09767). The first ``exact_steps`` steps agree gradients exactly
     (post-local SGD, arXiv 1808.07217). With ``fragments`` the parameters are agreed in so many parts at different steps
-    (Streaming DiLoCo, arXiv 2501.18512), so that no step carries the whole exchange.
+    (Streaming DiLoCo, arXiv 2501.18512), so that no step carries the whole exchange. With ``late`` an exchange is hidden
+    behind as many local steps: what was agreed is taken that much later, and the steps made meanwhile are kept on top of it.
 
     outer: default Nesterov with lr 0.7 and momentum 0.6 up to ``every=16``, 0.9 above.
 
@@ -134,6 +136,7 @@ class LocalSteps:
     outer: Outer | None = None
     exact_steps: int = WARM_UP_STEPS
     fragments: int = 1
+    late: int = 0
     delay = 0
     spans_batches = False
 
@@ -141,6 +144,11 @@ class LocalSteps:
         _require_whole("LocalSteps", "every", self.every, 1)
         _require_whole("LocalSteps", "exact_steps", self.exact_steps, 0)
         _require_whole("LocalSteps", "fragments", self.fragments, 1)
+        _require_whole("LocalSteps", "late", self.late, 0)
+        if self.late >= self.every:
+            raise UsageError(
+                f"LocalSteps(late={self.late}) must be below every={self.every}: a fragment is taken before it is sent again"
+            )
         if self.fragments > self.every:
             raise UsageError(
                 f"LocalSteps(fragments={self.fragments}) must not be above every={self.every}: at most one a step"
@@ -169,6 +177,7 @@ class LocalSteps:
     def words(self) -> str:
         outer = self.outer.words() if self.outer else ""
         parts = f", {self.fragments} fragments in turn" if self.fragments > 1 else ""
+        parts += f", taken {self.late} steps late" if self.late else ""
         warm_up = f" after {self.exact_steps} exact steps" if self.exact_steps else ""
         return f"parameters are agreed every {self.every} local steps{parts}{warm_up} ({outer})"
 

@@ -36,6 +36,11 @@ class SyncPolicy(Protocol):
         ...
 
     @property
+    def late(self) -> int:
+        """How many steps after a fragment was sent its agreed values are taken: 0 waits, more hides the exchange behind steps."""
+        ...
+
+    @property
     def outer(self) -> Outer | None:
         """What turns agreed parameter deltas into new parameters; None if no parameters are agreed."""
         ...

@@ -69,6 +69,7 @@ POLICIES: Mapping[str, Mapping[str, Option]] = {
         "every": _whole(1),
         "exact_steps": _whole(0),
         "fragments": _whole(1),
+        "late": _whole(0),
         "lr": _number(0.0, 10.0, "a number above 0 and at most 10"),
         "momentum": _number(0.0, 0.999, "a number above 0, or 0, and at most 0.999"),
     },
@@ -130,6 +131,8 @@ def _spelled(name: str, pairs: dict[str, str], whole: str) -> Spelled:
         raise PlanError(f"sync {whole!r}: {name} needs {missing[0]}={known[missing[0]].allowed}")
     if options.get("fragments", 1) > options.get("every", 1):  # pyright: ignore[reportOperatorIssue]  # both whole
         raise PlanError(f"sync {whole!r}: fragments must not be above every: at most one a step")
+    if options.get("late", 0) >= options.get("every", 1):  # pyright: ignore[reportOperatorIssue]
+        raise PlanError(f"sync {whole!r}: late must be below every: what was sent is taken before it is sent again")
     return Spelled(name=name, options=options, codec=codec)
 
 

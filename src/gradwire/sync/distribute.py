@@ -17,7 +17,7 @@ from gradwire.sync.buffers import broadcast_all
 from gradwire.sync.fingerprint import compare, facts_of
 from gradwire.sync.kept import Distributed
 from gradwire.sync.named import policy_of
-from gradwire.sync.parts import Parts, gradient_groups
+from gradwire.sync.parts import Parts, open_channels
 from gradwire.sync.steps import StepHooks
 
 
@@ -57,15 +57,15 @@ def distribute(
     plan = plan or world.plan
     plan = plan if sync is None else replace(plan, sync=sync)
     plan.check(world.size)
-    policy = policy_of(plan.sync)
-    groups = gradient_groups(world)
-    group = groups[0]
+    policy = policy_of(plan.sync) if world.size > 1 else policy_of(plan.sync).alone()
+    channels = open_channels(world, policy)
+    group = channels.lanes[0]
     compare(facts_of(model, plan, loader, [type(each).__name__ for each in optimizers]), group, world.device)
     if world.size > 1:
         broadcast_all([param.data for param in model.parameters()] + list(model.buffers()), group)
     if loader is not None:
         loader.attach(plan.accumulate)
-    parts = Parts(model, world, groups, plan, policy if world.size > 1 else policy.alone(), loader)
+    parts = Parts(model, world, channels, plan, policy, loader)
     gradients, parameters = parts.gradients(), parts.parameters()
     removes = StepHooks(parts, gradients, parameters).attach(optimizers)
 

@@ -41,14 +41,14 @@ class Exchange:
     A plain all-reduce needs no thread of ours: it is begun on the last route's group at once, unless the opening has
     still to say how to weigh it.
 
-    ``delay`` exchanges may be on their way while the next one's buckets fill: there are ``1 + delay`` sets of buckets, and
-    everything, the agreement too, runs on one lane in order.
+    ``delay`` exchanges may be on their way while the next one's buckets fill: there are ``1 + delay`` sets of buckets. It
+    takes one lane, on which everything, the agreement too, runs in order.
 
     The reducers' new states count only if the step is healthy: a step with a NaN anywhere leaves no trace in them.
     """
 
     def __init__(self, routes: Sequence[tuple[Group, Lane]], device: torch.device, *, delay: int = 0) -> None:
-        self._routes = routes[:1] if delay else routes
+        self._routes = routes
         self._group, self._first = routes[0]
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -93,6 +93,8 @@ class Distributed:
     def state_dict(self) -> SyncState:
         """This rank's part; save each rank's. Call it on all ranks, between ``optimizer.step()`` and the next backward.
 
+        What is on its way under ``late`` is taken now.
+
         >>> import torch
         >>> import gradwire as gw
         >>> with gw.init():
@@ -100,6 +102,8 @@ class Distributed:
         ...     training = gw.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
         ...     training.load_state_dict(training.state_dict())
         """
+        if self._parameters is not None:
+            self._parameters.finish()
         return SyncState(
             sync=self._sync,
             parameters=self._names,

@@ -82,6 +82,7 @@ def _local(options: dict[str, int | float | str], reducer: Reducer | None) -> Lo
         outer=Nesterov(lr=float(options.get("lr", given.lr)), momentum=float(options.get("momentum", given.momentum))),
         exact_steps=int(options.get("exact_steps", usual.exact_steps)),
         fragments=int(options.get("fragments", 1)),
+        late=int(options.get("late", 0)),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,34 +13,49 @@ from gradwire.core.microbatch import Microbatch
 from gradwire.core.outer import Outer
 from gradwire.core.reducer import Reducer
 from gradwire.sync.buckets import START_BUCKET_BYTES, ParamSpec, is_finite, lay_out, spec_of, views_of
-from gradwire.sync.exchange import Exchange
+from gradwire.sync.exchange import Agreement, Exchange
 from gradwire.sync.kept import FragmentState
 from gradwire.sync.opening import Opening
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One parameter and where it stands: in its bucket's values, and in what was agreed last."""
+
+    name: str
+    param: nn.Parameter
+    sent: Tensor
+    anchor: Tensor
+
+
 @dataclass(kw_only=True)
 class Fragment:
     """Parameters that are agreed together.
 
-    anchors: what they were when last agreed, by bucket (numel,); velocities: the outer momentum. count: samples that this
-    rank has stepped on since.
+    places: by bucket. anchors: what they were when last agreed, by bucket (numel,); velocities: the outer momentum. owns: with
+    late agreement, what this rank's were when it sent them. count: samples that this rank has stepped on since.
+    wait: for what is on its way; due: steps until it is taken.
     """
 
     params: list[tuple[str, nn.Parameter]]
     exchange: Exchange
-    views: dict[int, Tensor]
-    anchors: list[Tensor] = field(default_factory=list[Tensor])
-    velocities: list[Tensor] = field(default_factory=list[Tensor])
+    places: list[list[Place]]
+    anchors: list[Tensor]
+    velocities: list[Tensor]
+    owns: list[Tensor]
     count: float = 0.0
+    wait: Callable[[], Agreement] | None = None
+    due: int = 0
 
 
 class ParameterSync:
     """Holds, for each fragment, what all ranks agreed on last; half-precision parameters are held in float32.
 
-    ``agree`` sends (agreed - own), weighted by the samples each rank stepped on, and moves everybody to the new agreed values.
-    A NaN on any rank throws the round away: all ranks go back to the last agreed values.
+    ``send`` sends (agreed - own), weighted by the samples each rank stepped on; ``take`` waits for the sum and moves this rank
+    to the new agreed values, plus what it has stepped meanwhile. A NaN on any rank throws the round away: all ranks go back to
+    the last agreed values. All work is done bucket by bucket, so that it stays in the cache.
     """
 
     def __init__(
@@ -50,9 +65,11 @@ class ParameterSync:
         *,
         reducer: Reducer | None,
         outer: Outer,
+        late: int,
         bucket_bytes: int | None,
     ) -> None:
         self._outer = outer
+        self._late = late
         self._reducer = reducer or AllReduce()
         self._bucket_bytes = bucket_bytes or START_BUCKET_BYTES
         parts = split_evenly(params, len(exchanges))
@@ -61,10 +78,25 @@ class ParameterSync:
     def _fragment(self, params: list[tuple[str, nn.Parameter]], exchange: Exchange) -> Fragment:
         layout = lay_out([self._spec(i, name, param) for i, (name, param) in enumerate(params)], self._bucket_bytes)
         exchange.build(layout)
-        fragment = Fragment(params=params, exchange=exchange, views=views_of(layout, exchange.flats(0)))
-        self._read_own(fragment)
-        fragment.anchors = [flat.clone() for flat in exchange.flats(0)]
-        fragment.velocities = [torch.zeros_like(flat) for flat in exchange.flats(0)]
+        flats = exchange.flats(0)
+        anchors = [torch.zeros_like(flat) for flat in flats]
+        sent, anchor = views_of(layout, flats), views_of(layout, anchors)
+        places = [
+            [
+                Place(name=params[i][0], param=params[i][1], sent=sent[i], anchor=anchor[i])
+                for i in (slot.param.index for slot in spec.slots)
+            ]
+            for spec in layout
+        ]
+        fragment = Fragment(
+            params=params,
+            exchange=exchange,
+            places=places,
+            anchors=anchors,
+            velocities=[torch.zeros_like(flat) for flat in flats],
+            owns=[torch.zeros_like(flat) for flat in flats] if self._late else [],
+        )
+        _follow(fragment)
         return fragment
 
     def _spec(self, index: int, name: str, param: nn.Parameter) -> ParamSpec:
@@ -74,56 +106,77 @@ class ParameterSync:
     def follow(self) -> None:
         """The parameters were agreed by other means (an exact step): they are the new anchors."""
         for fragment in self._fragments:
-            self._read_own(fragment)
-            for anchor, flat in zip(fragment.anchors, fragment.exchange.flats(0), strict=True):
-                anchor.copy_(flat)
-            fragment.count = 0.0
+            _follow(fragment)
 
-    def stepped(self, count: float) -> None:
-        """This rank has made a local step on ``count`` samples."""
+    def stepped(self, count: float) -> tuple[str, ...]:
+        """This rank has made a local step on ``count`` samples. Takes what is due; returns who met a NaN in it."""
+        nonfinite: tuple[str, ...] = ()
         for fragment in self._fragments:
             fragment.count += count
+            fragment.due -= 1
+            if fragment.wait is not None and fragment.due <= 0:
+                nonfinite += self._take(fragment)
+        return nonfinite
 
     def agree(self, number: int, microbatch: Microbatch | None) -> tuple[str, ...]:
-        """Agree on fragment ``number``; all ranks call it. Returns who met a NaN, usually nobody."""
+        """Send fragment ``number``, and take it unless it may come late; all ranks call it. Returns who met a NaN."""
         fragment = self._fragments[number]
+        self._send(fragment, microbatch)
+        fragment.due = self._late
+        return () if self._late else self._take(fragment)
+
+    @torch.no_grad()
+    def _send(self, fragment: Fragment, microbatch: Microbatch | None) -> None:
         exchange, flats = fragment.exchange, fragment.exchange.flats(0)
-        self._read_own(fragment)
         counts = fragment.count > 0
-        for anchor, flat in zip(fragment.anchors, flats, strict=True):
-            torch.sub(anchor, flat, out=flat)
-            if not counts:
-                flat.zero_()
-        bad = [name for index, (name, _) in enumerate(fragment.params) if not is_finite(fragment.views[index])]
         unit = fragment.count if counts else 1.0
         exchange.open(Opening(count=fragment.count, unit=unit, explicit=True, microbatch=microbatch))
-        for index in range(len(flats)):
+        bad: list[str] = []
+        for index, places in enumerate(fragment.places):
+            for place in places:
+                torch.sub(place.anchor, place.param, out=place.sent)
+                if not is_finite(place.sent):
+                    bad.append(place.name)
+            if fragment.owns:
+                torch.sub(fragment.anchors[index], flats[index], out=fragment.owns[index])
+            if not counts:
+                flats[index].zero_()
             exchange.bucket(index)
-        agreement = exchange.seal([counts] * len(fragment.params), bad)()
-        if not agreement.nonfinite and any(agreement.used):
-            for index, flat in enumerate(flats):
+        fragment.wait = exchange.seal([counts] * len(fragment.params), bad)
+        fragment.count = 0.0
+
+    @torch.no_grad()
+    def _take(self, fragment: Fragment) -> tuple[str, ...]:
+        wait, fragment.wait = fragment.wait, None
+        if wait is None:
+            return ()
+        agreement = wait()
+        moved = not agreement.nonfinite and any(agreement.used)
+        for index, flat in enumerate(fragment.exchange.flats(0)):
+            if moved:
                 move, fragment.velocities[index] = self._outer.update(flat, fragment.velocities[index])
                 fragment.anchors[index] -= move
-        self._write(fragment, fragment.anchors)
-        fragment.count = 0.0
+            if moved and fragment.owns:
+                torch.sub(fragment.anchors[index], fragment.owns[index], out=flat)
+            for place in fragment.places[index]:
+                if moved and fragment.owns:
+                    place.param.add_(place.sent)
+                else:
+                    place.param.copy_(place.anchor)
         return agreement.nonfinite
 
-    @torch.no_grad()
-    def _read_own(self, fragment: Fragment) -> None:
-        for index, (_, param) in enumerate(fragment.params):
-            fragment.views[index].copy_(param)
-
-    @torch.no_grad()
-    def _write(self, fragment: Fragment, values: Sequence[Tensor]) -> None:
-        for flat, value in zip(fragment.exchange.flats(0), values, strict=True):
-            flat.copy_(value)
-        for index, (_, param) in enumerate(fragment.params):
-            param.copy_(fragment.views[index])
+    def finish(self) -> None:
+        """Take whatever is on its way: all ranks, between steps."""
+        for fragment in self._fragments:
+            self._take(fragment)
 
     # --- kept --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> list[FragmentState]:
-        """By fragment: what was agreed, the momentum, this rank's own parameters, its count, its reducers' states."""
+        """By fragment: what was agreed, the momentum, this rank's own parameters, its count, its reducers' states.
+
+        What is on its way must have been taken (`finish`).
+        """
         return [
             FragmentState(
                 anchors=[anchor.clone() for anchor in fragment.anchors],
@@ -184,3 +237,11 @@ def split_evenly(params: Sequence[tuple[str, nn.Parameter]], num_parts: int) -> 
         parts[min(num_parts - 1, int(middle * num_parts / total))].append((name, param))
         before += param.numel()
     return parts
+
+
+@torch.no_grad()
+def _follow(fragment: Fragment) -> None:
+    for places in fragment.places:
+        for place in places:
+            place.anchor.copy_(place.param)
+    fragment.count = 0.0

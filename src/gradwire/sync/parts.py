@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -29,11 +28,24 @@ NUM_LANES = 2
 PROBE_BYTES = 1 << 20
 
 
-def gradient_groups(world: World) -> list[Group]:
-    """A channel for each lane; NCCL needs one only, it keeps the wire busy by itself."""
+@dataclass(frozen=True, kw_only=True)
+class Channels:
+    """lanes: a group for each lane. buffers: the group that agrees on the model's buffers."""
+
+    lanes: tuple[Group, ...]
+    buffers: Group
+
+
+def open_channels(world: World, policy: SyncPolicy) -> Channels:
+    """Two lanes, but one for NCCL, which keeps the wire busy by itself, and one for what must stay in order (``delay``).
+
+    Where an exchange may still be on its way when the buffers are agreed, they have a group of their own.
+    """
     serial = world.next_serial()
-    count = 1 if world.size == 1 or world.device.type == "cuda" else NUM_LANES
-    return [world.group("data", channel=f"gradients{serial}.{lane}") for lane in range(count)]
+    num_lanes = 1 if world.size == 1 or world.device.type == "cuda" or policy.delay else NUM_LANES
+    lanes = tuple(world.group("data", channel=f"gradients{serial}.{lane}") for lane in range(num_lanes))
+    apart = world.size > 1 and (policy.delay or policy.late)
+    return Channels(lanes=lanes, buffers=world.group("data", channel=f"buffers{serial}") if apart else lanes[0])
 
 
 class Parts:
@@ -43,7 +55,7 @@ class Parts:
         self,
         model: nn.Module,
         world: World,
-        groups: Sequence[Group],
+        channels: Channels,
         plan: Plan,
         policy: SyncPolicy,
         loader: MicrobatchSource | None,
@@ -51,7 +63,7 @@ class Parts:
         self.world = world
         self.plan = plan
         self.policy = policy
-        self._routes = [(group, world.lane(group.name)) for group in groups]
+        self._routes = [(group, world.lane(group.name)) for group in channels.lanes]
         self.weighting = Weighting(world, loader, spans_batches=policy.spans_batches)
         if plan.batch_norm == "sync" and world.size > 1:
             channel = f"batchnorm{world.next_serial()}"
@@ -61,10 +73,7 @@ class Parts:
         self.frozen = [(name, param) for name, param in named if not param.requires_grad]
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
         self._sparse = frozenset(index for index, (_, param) in enumerate(self.trained) if id(param) in tables)
-        # A delayed exchange keeps its lane's group busy while the buffers must be agreed at once.
-        self.buffers = BufferExchange(
-            model, groups[-1 if policy.delay else 0], skip_statistics=plan.batch_norm == "sync"
-        )
+        self.buffers = BufferExchange(model, channels.buffers, skip_statistics=plan.batch_norm == "sync")
 
     def gradients(self) -> GradientSync:
         """Who agrees on gradients."""
@@ -90,6 +99,7 @@ class Parts:
             exchanges,
             reducer=self.policy.reducer,
             outer=self.policy.outer,
+            late=self.policy.late,
             bucket_bytes=self.plan.bucket_bytes,
         )
 

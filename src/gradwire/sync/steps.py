@@ -99,7 +99,11 @@ class StepHooks:
         if policy.at_backward(None, step) == "agree":
             parameters.follow()
             return
-        parameters.stepped(count)
+        began_s = time.monotonic()
+        late = parameters.stepped(count)
+        self._world.clock.blocked(time.monotonic() - began_s)
+        if late:
+            self._refuse_round(late)
         for fragment in policy.at_step(step):
             began_s = time.monotonic()
             self._parts.buffers.agree(count)
