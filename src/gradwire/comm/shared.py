@@ -1,0 +1,286 @@
+"""`SharedGroup`: the ranks of one host, through memory they share."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.arrivals import Arrivals
+from gradwire.comm.memory import HEADER_BYTES, Shared, populate, share_memory
+from gradwire.comm.text import all_gather_text
+from gradwire.core.group import Group, Levels, Op
+
+_STAGED, _READY, _DONE = range(3)
+_CPU = torch.device("cpu")
+_PAGE_BYTES = 4096
+_STAGE_BYTES = (
+    512 << 10
+)  # of one rank and turn: what has been written is still in the second-level cache when it is read
+_PASS_BYTES = 256 << 10  # so much of every rank's copy is summed and written back before the next
+_WHOLE_BYTES = 64 << 10  # up to here every rank sums everything, which saves waiting for one another once
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SUMS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, *_INTEGERS))
+_TWO = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def open_shared(inner: Group, *, timeout_s: float) -> Group:
+    """A `SharedGroup` over ``inner``, whose ranks share a host; all ranks must call it.
+
+    If any rank cannot, all get ``inner`` itself, and rank 0 says why, once a reason.
+    """
+    start = HEADER_BYTES + ceil(Arrivals.num_bytes(3, inner.size) / _PAGE_BYTES) * _PAGE_BYTES
+    shared = share_memory(start - HEADER_BYTES + 2 * inner.size * _STAGE_BYTES, inner)
+    if isinstance(shared, str):
+        return _without(inner, shared)
+    arrivals, trouble = None, ""
+    try:
+        arrivals = Arrivals(
+            shared.memory, kinds=3, peers=shared.peers, rank=inner.rank, name=inner.name, timeout_s=timeout_s
+        )
+    except OSError as error:
+        trouble = f"other processes cannot be watched ({error})"
+    troubles = [f"rank {rank}: {why}" for rank, why in enumerate(all_gather_text(inner, trouble, _CPU)) if why]
+    if arrivals is None or troubles:
+        return _without(inner, troubles[0])
+    staging = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=start).view(2, inner.size, _STAGE_BYTES)
+    return SharedGroup(inner, arrivals, staging)
+
+
+def _without(inner: Group, why: str) -> Group:
+    if inner.rank == 0:
+        _say(f"gradwire: the ranks of this host talk over the network, not through memory they share: {why}")
+    return inner
+
+
+@cache
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class SharedGroup:
+    """A ``Group`` whose ranks, processes or threads, are on one host and whose tensors are on the CPU.
+
+    What ``new_zeros`` gives is *resident*: all ranks' copies are in one memory, and ``all_reduce`` of it (or of a view,
+    the same on all ranks) sums in place, every rank its share of all copies. Other tensors are copied in and out, a piece
+    at a time, through a stage that has two turns: a rank that is at turn k + 1 has left turn k, so one wait for one
+    another a piece is enough. ``send`` and ``recv``, and complex numbers, go through ``inner``.
+
+    Sums are in rank order. Every rank must call ``new_zeros`` alike.
+    """
+
+    sums_in_rank_order = True
+
+    def __init__(self, inner: Group, arrivals: Arrivals, staging: Tensor) -> None:
+        self._inner = inner
+        self._arrivals = arrivals
+        self._staging = staging  # (turn, rank, bytes)
+        self._slots = {torch.uint8: staging}
+        self._row_bytes: dict[int, int] = {}  # of a resident memory, by its address
+        self._turn = 0
+        self._begun: deque[Callable[[], None]] = deque()
+        self.name = inner.name
+        self.rank = inner.rank
+        self.size = inner.size
+        self.levels: Levels | None = None
+        weakref.finalize(self, arrivals.close)
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def new_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not numel or device.type != "cpu" or dtype not in _SUMS:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        row_bytes = ceil(numel * dtype.itemsize / _PAGE_BYTES) * _PAGE_BYTES
+        shared = share_memory(row_bytes * self.size, self)
+        if isinstance(shared, str):
+            _without(self, shared)
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self._resident(shared, row_bytes)[: numel * dtype.itemsize].view(dtype)
+
+    def _resident(self, shared: Shared, row_bytes: int) -> Tensor:
+        """This rank's copy (row_bytes,). The memory lives as long as tensors in it do: here only its address is kept."""
+        populate(shared.memory)
+        whole = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=HEADER_BYTES)
+        address, known = whole.data_ptr(), self._row_bytes
+        known[address] = row_bytes
+        weakref.finalize(shared.memory, known.pop, address).atexit = False
+        return whole[self.rank * row_bytes :]
+
+    def _copies(self, flat: Tensor) -> list[Tensor] | None:
+        """All ranks' copies of what ``flat`` (numel,) is here, or None if it is not resident."""
+        row_bytes = self._row_bytes.get(flat.untyped_storage().data_ptr())
+        if row_bytes is None:
+            return None
+        row = row_bytes // flat.itemsize
+        first = flat.storage_offset() - self.rank * row
+        return [flat.as_strided(flat.shape, (1,), first + rank * row) for rank in range(self.size)]
+
+    # --- the stage ---------------------------------------------------------------------------------------------------
+
+    def _stage(self, part: Tensor, *, give: bool = True) -> Tensor:
+        """Show ``part`` (*shape), at most _STAGE_BYTES, to all; returns (size, *shape), to be read before the next one."""
+        if part.dtype not in self._slots:
+            self._slots[part.dtype] = self._staging.view(part.dtype)
+        self._turn ^= 1
+        slots = self._slots[part.dtype][self._turn, :, : part.numel()].view(self.size, *part.shape)
+        if give:
+            slots[self.rank].copy_(part)
+        self._arrivals.wait(_STAGED, self._arrivals.post(_STAGED))
+        return slots
+
+    def _all_reduce_staged(self, flat: Tensor, op: Op) -> None:
+        if flat.nbytes <= _WHOLE_BYTES or self.size <= 3:
+            for part in flat.split(_STAGE_BYTES // flat.itemsize):
+                _combine(self._stage(part).unbind(), op, out=part)
+            return
+        for part in flat.split(_STAGE_BYTES // flat.itemsize):
+            rows = self._stage(part)
+            share = _share(part.numel(), self.rank, self.size, part.itemsize)
+            mine = [row[share] for row in rows]
+            _combine(mine, op, out=part[share])
+            mine[self.rank].copy_(
+                part[share]
+            )  # nobody else reads this share of this row before all have written theirs
+            self._arrivals.wait(_STAGED, self._arrivals.post(_STAGED))
+            for rank, row in enumerate(rows):
+                share = _share(part.numel(), rank, self.size, part.itemsize)
+                part[share].copy_(row[share])
+
+    # --- sums --------------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        self._finish_begun()
+        if not _takes(tensor) or tensor.dtype not in _SUMS or not tensor.is_contiguous():
+            return self._inner.all_reduce(tensor, op)
+        if tensor.numel():
+            self._start(tensor.detach().view(-1), op)()
+        return tensor
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        if not _takes(tensor) or tensor.dtype not in _SUMS or not tensor.is_contiguous():
+            return self._inner.begin_all_reduce(tensor)
+        if not tensor.numel():
+            return lambda: tensor
+        finish = self._start(tensor.detach().view(-1), "sum")
+        self._begun.append(finish)
+
+        def wait() -> Tensor:
+            while finish in self._begun:
+                self._begun.popleft()()
+            return tensor
+
+        return wait
+
+    def _start(self, flat: Tensor, op: Op) -> Callable[[], None]:
+        """Say that a resident ``flat`` is ready; the rest is left to the returned function."""
+        copies = self._copies(flat)
+        if copies is None:
+            return lambda: self._all_reduce_staged(flat, op)
+        number = self._arrivals.post(_READY)
+        return lambda: self._all_reduce_resident(copies, op, number)
+
+    def _all_reduce_resident(self, copies: list[Tensor], op: Op, number: int) -> None:
+        self._arrivals.wait(_READY, number)
+        share = _share(copies[0].numel(), self.rank, self.size, copies[0].itemsize)
+        pieces = [copy[share].split(_PASS_BYTES // copy.itemsize) for copy in copies]
+        for parts in zip(*pieces, strict=True):
+            _combine(parts, op, out=parts[0])
+            for part in parts[1:]:
+                part.copy_(parts[0])
+        self._arrivals.wait(_DONE, self._arrivals.post(_DONE))
+
+    def _finish_begun(self) -> None:
+        """Every rank has begun the same ones before the collective that comes now."""
+        while self._begun:
+            self._begun.popleft()()
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        if not _takes(tensor) or tensor.dtype not in _SUMS:
+            return self._inner.reduce_scatter(tensor)
+        self._finish_begun()
+        if not tensor.numel():
+            return tensor.new_empty(tensor.shape[1:])
+        rows = tensor.detach().contiguous().view(self.size, -1)
+        total = torch.empty_like(rows[0])
+        width = _STAGE_BYTES // tensor.itemsize // self.size
+        for part, out in zip(rows.split(width, 1), total.split(width), strict=True):
+            _combine(self._stage(part)[:, self.rank].unbind(), "sum", out=out)
+        return total.view(tensor.shape[1:])
+
+    # --- bytes from rank to rank -------------------------------------------------------------------------------------
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if not _takes(tensor):
+            return self._inner.all_gather(tensor)
+        self._finish_begun()
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        if not tensor.numel():
+            return gathered
+        mine, rows = _bytes(tensor).view(-1), _bytes(gathered).view(self.size, -1)
+        for part, out in zip(mine.split(_STAGE_BYTES), rows.split(_STAGE_BYTES, 1), strict=True):
+            out.copy_(self._stage(part))
+        return gathered
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        if not _takes(tensor) or not tensor.is_contiguous():
+            return self._inner.broadcast(tensor, src)
+        self._finish_begun()
+        if not tensor.numel():
+            return tensor
+        for part in _bytes(tensor).view(-1).split(_STAGE_BYTES):
+            slots = self._stage(part, give=self.rank == src)
+            if self.rank != src:
+                part.copy_(slots[src])
+        return tensor
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        if not _takes(tensor):
+            return self._inner.all_to_all(tensor)
+        self._finish_begun()
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if not tensor.numel():
+            return received
+        rows, into = _bytes(tensor).view(self.size, -1), _bytes(received).view(self.size, -1)
+        width = _STAGE_BYTES // self.size
+        for part, out in zip(rows.split(width, 1), into.split(width, 1), strict=True):
+            out.copy_(self._stage(part)[:, self.rank])
+        return received
+
+    def barrier(self) -> None:
+        self._finish_begun()
+        self._arrivals.wait(_DONE, self._arrivals.post(_DONE))
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self._inner.send(tensor, dst)
+
+    def recv(self, tensor: Tensor, src: int) -> Tensor:
+        return self._inner.recv(tensor, src)
+
+
+def _takes(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not tensor.is_complex() and tensor.layout is torch.strided
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _share(numel: int, rank: int, size: int, itemsize: int) -> slice:
+    """Rank ``rank``'s part of ``numel`` elements, on whole cache lines, so that no two ranks write the same one."""
+    line = 64 // itemsize
+    share = ceil(ceil(numel / size) / line) * line
+    return slice(min(rank * share, numel), min((rank + 1) * share, numel))
+
+
+def _combine(parts: Sequence[Tensor], op: Op, *, out: Tensor) -> None:
+    """Into ``out``, in the order of the ranks; ``out`` may be one of the first two parts."""
+    two = _TWO[op]
+    two(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        two(out, part, out=out)
