@@ -103,7 +103,8 @@ def _take(offered: _Offer | str | None, first: dict[str, object], num_bytes: int
     try:
         return _map(f"/proc/{first['pid']}/fd/{first['fd']}", str(first["mark"]), num_bytes), ""
     except (OSError, ValueError) as error:
-        return None, f"the memory of process {first['pid']} cannot be opened ({error})"
+        why = error.strerror if isinstance(error, OSError) else error  # not the path: it differs from group to group
+        return None, f"the memory of process {first['pid']} cannot be opened ({why})"
 
 
 def _map(path: str, mark: str, num_bytes: int) -> mmap.mmap:

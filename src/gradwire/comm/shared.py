@@ -27,7 +27,8 @@ _PASS_BYTES = 256 << 10  # so much of every rank's copy is summed and written ba
 _SMALL_BYTES = 16 << 10  # up to here two copies cost less than waiting for one another twice, which in place takes
 _WHOLE_BYTES = 64 << 10  # up to here every rank sums everything, which saves waiting for one another once
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_SUMS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, *_INTEGERS))
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_SUMS = frozenset((*_FLOATS, *_INTEGERS))
 _TWO = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -71,7 +72,8 @@ class SharedGroup:
     What ``new_zeros`` gives is *resident*: all ranks' copies are in one memory, and ``all_reduce`` of it (or of a view,
     the same on all ranks) sums in place, every rank its share of all copies. Other tensors are copied in and out, a piece
     at a time, through a stage that has two turns: a rank that is at turn k + 1 has left turn k, so one wait for one
-    another a piece is enough. ``send`` and ``recv``, and complex numbers, go through ``inner``.
+    another a piece is enough. ``send`` and ``recv``, and sums of numbers
+    torch cannot add, go through ``inner``.
 
     Sums are in rank order. Every rank must call ``new_zeros`` alike.
     """
@@ -268,7 +270,8 @@ class SharedGroup:
 
 
 def _takes(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not tensor.is_complex() and tensor.layout is torch.strided
+    lazy = tensor.is_conj() or tensor.is_neg()  # its memory does not hold its values
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not lazy
 
 
 def _bytes(tensor: Tensor) -> Tensor:
