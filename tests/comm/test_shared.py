@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -163,6 +164,17 @@ def test_several_begun_reductions_among_other_collectives() -> None:
         for numel, wait in zip(sizes, begun, strict=True):
             assert torch.equal(wait(), rank_order_sum(numel, torch.float32, group.size))
             assert torch.equal(wait(), rank_order_sum(numel, torch.float32, group.size))
+
+    on_groups(3, run)
+
+
+@pytest.mark.parametrize("numel", [3, BEYOND // 4])
+def test_one_rank_may_begin_what_another_waits_for_at_once(numel: int) -> None:
+    def run(group: Group) -> None:
+        for make in (resident, lambda group, value: value.clone()):
+            mine = make(group, values(numel, torch.float32, group.rank))
+            begun = group.begin_all_reduce(mine) if group.rank == 0 else partial(group.all_reduce, mine)
+            assert torch.equal(begun(), rank_order_sum(numel, torch.float32, group.size))
 
     on_groups(3, run)
 

@@ -24,7 +24,6 @@ _STAGE_BYTES = (
     512 << 10
 )  # of one rank and turn: what has been written is still in the second-level cache when it is read
 _PASS_BYTES = 256 << 10  # so much of every rank's copy is summed and written back before the next
-_SMALL_BYTES = 16 << 10  # up to here two copies cost less than waiting for one another twice, which in place takes
 _WHOLE_BYTES = 64 << 10  # up to here every rank sums everything, which saves waiting for one another once
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
@@ -161,11 +160,8 @@ class SharedGroup:
         self._finish_begun()
         if not _takes(tensor) or tensor.dtype not in _SUMS or not tensor.is_contiguous():
             return self._inner.all_reduce(tensor, op)
-        flat = tensor.detach().view(-1)
-        if flat.nbytes > _SMALL_BYTES:
-            self._start(flat, op)()
-        elif flat.nbytes:
-            self._all_reduce_staged(flat, op)
+        if tensor.numel():
+            self._start(tensor.detach().view(-1), op)()
         return tensor
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
