@@ -7,6 +7,8 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 
 import torch
 
@@ -43,8 +45,8 @@ class Arrivals:
         self._mine = [0] * kinds
         self._broken = ""
         self._lives = _Lives(peers)
-        pids, cores = {peer.pid for peer in peers}, frozenset[int]().union(*(peer.cores for peer in peers))
-        self._spins = len(pids) == self._size <= len(cores)
+        cores = reduce(or_, (peer.cores for peer in peers)).bit_count()
+        self._spins = len({peer.pid for peer in peers}) == self._size <= cores
 
     @staticmethod
     def num_bytes(kinds: int, size: int) -> int:

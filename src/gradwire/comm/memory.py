@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.comm import futex
-from gradwire.comm.text import all_gather_text
 from gradwire.core.group import Group
 
-_CPU = torch.device("cpu")
+_CARD_BYTES = 1024
 _MARK_BYTES = 16
 HEADER_BYTES = 4096  # a page, so that what follows starts on one
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: all page faults at once instead of one by one in the first use
@@ -23,10 +22,10 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: all page faults at once
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What a rank says of itself. cores: those it may run on."""
+    """What a rank says of itself. cores: those it may run on, a bit each."""
 
     pid: int
-    cores: frozenset[int]
+    cores: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +37,16 @@ class Shared:
 
 
 def share_memory(num_bytes: int, group: Group) -> Shared | str:
-    """Map ``num_bytes`` of zeros that all ranks of ``group`` share; all ranks must call it. Four collectives.
+    """Map ``num_bytes`` of zeros that all ranks of ``group`` share; all ranks must call it. Two collectives.
 
     Rank 0 makes a file without a name (memfd) and the others open it under /proc. Returns on all ranks alike why it
     cannot be (a rank in another container, say): ``rank 1: ...``.
     """
     offered = _offer(num_bytes + HEADER_BYTES) if group.rank == 0 else None
     try:
-        said = [json.loads(text) for text in all_gather_text(group, _card(offered), _CPU)]
+        said = [json.loads(text) for text in _exchange(_card(offered), group)]
         memory, trouble = _take(offered, said[0], num_bytes + HEADER_BYTES)
-        troubles = all_gather_text(group, trouble, _CPU)
+        troubles = _exchange(trouble, group)
     finally:
         if isinstance(offered, _Offer):
             os.close(offered.fd)  # the mapping lives on
@@ -56,7 +55,13 @@ def share_memory(num_bytes: int, group: Group) -> Shared | str:
             return f"rank {rank}: {why}"
     if memory is None:
         raise RuntimeError(f"{group.name}: memory was neither shared nor refused")
-    return Shared(memory=memory, peers=tuple(Peer(pid=each["pid"], cores=frozenset(each["cores"])) for each in said))
+    return Shared(memory=memory, peers=tuple(Peer(pid=each["pid"], cores=int(each["cores"], 16)) for each in said))
+
+
+def _exchange(text: str, group: Group) -> list[str]:
+    """Every rank's short ``text`` in one collective: buckets are many, and a job waits for them."""
+    mine = torch.frombuffer(bytearray(text.encode()[:_CARD_BYTES].ljust(_CARD_BYTES)), dtype=torch.uint8)
+    return [bytes(row.tolist()).decode(errors="replace").strip() for row in group.all_gather(mine)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,7 @@ def _offer(num_bytes: int) -> _Offer | str:
 
 
 def _card(offered: _Offer | str | None) -> str:
-    card: dict[str, object] = {"pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0))}
+    card: dict[str, object] = {"pid": os.getpid(), "cores": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"}
     if isinstance(offered, _Offer):
         card |= {"fd": offered.fd, "mark": offered.mark}
     return json.dumps(card)
@@ -121,7 +126,6 @@ def _map(path: str, mark: str, num_bytes: int) -> mmap.mmap:
 
 
 def populate(memory: mmap.mmap) -> None:
-    """Fault the pages in now, in huge ones where the system offers them; both are only for speed."""
-    for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
-        with suppress(OSError, ValueError):
-            memory.madvise(advice)
+    """Fault the pages in now, only for speed. Huge pages were tried: no faster."""
+    with suppress(OSError, ValueError):  # an older kernel
+        memory.madvise(_POPULATE_WRITE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from math import ceil
 
@@ -14,21 +14,17 @@ from torch import Tensor
 
 from gradwire.comm.arrivals import Arrivals
 from gradwire.comm.memory import HEADER_BYTES, Shared, populate, share_memory
+from gradwire.comm.stage import STAGE_BYTES, Stage, combine, share_of
 from gradwire.comm.text import all_gather_text
 from gradwire.core.group import Group, Levels, Op
 
 _STAGED, _READY, _DONE = range(3)
 _CPU = torch.device("cpu")
 _PAGE_BYTES = 4096
-_STAGE_BYTES = (
-    512 << 10
-)  # of one rank and turn: what has been written is still in the second-level cache when it is read
 _PASS_BYTES = 256 << 10  # so much of every rank's copy is summed and written back before the next
-_WHOLE_BYTES = 64 << 10  # up to here every rank sums everything, which saves waiting for one another once
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _SUMS = frozenset((*_FLOATS, *_INTEGERS))
-_TWO = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def open_shared(inner: Group, *, timeout_s: float) -> Group:
@@ -37,7 +33,7 @@ def open_shared(inner: Group, *, timeout_s: float) -> Group:
     If any rank cannot, all get ``inner`` itself, and rank 0 says why, once a reason.
     """
     start = HEADER_BYTES + ceil(Arrivals.num_bytes(3, inner.size) / _PAGE_BYTES) * _PAGE_BYTES
-    shared = share_memory(start - HEADER_BYTES + 2 * inner.size * _STAGE_BYTES, inner)
+    shared = share_memory(start - HEADER_BYTES + 2 * inner.size * STAGE_BYTES, inner)
     if isinstance(shared, str):
         return _without(inner, shared)
     arrivals, trouble = None, ""
@@ -50,8 +46,9 @@ def open_shared(inner: Group, *, timeout_s: float) -> Group:
     troubles = [f"rank {rank}: {why}" for rank, why in enumerate(all_gather_text(inner, trouble, _CPU)) if why]
     if arrivals is None or troubles:
         return _without(inner, troubles[0])
-    staging = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=start).view(2, inner.size, _STAGE_BYTES)
-    return SharedGroup(inner, arrivals, staging)
+    memory = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=start).view(2, inner.size, STAGE_BYTES)
+    stage = Stage(memory, arrivals, _STAGED, rank=inner.rank, size=inner.size)
+    return SharedGroup(inner, arrivals, stage)
 
 
 def _without(inner: Group, why: str) -> Group:
@@ -69,23 +66,20 @@ class SharedGroup:
     """A ``Group`` whose ranks, processes or threads, are on one host and whose tensors are on the CPU.
 
     What ``new_zeros`` gives is *resident*: all ranks' copies are in one memory, and ``all_reduce`` of it (or of a view,
-    the same on all ranks) sums in place, every rank its share of all copies. Other tensors are copied in and out, a piece
-    at a time, through a stage that has two turns: a rank that is at turn k + 1 has left turn k, so one wait for one
-    another a piece is enough. ``send`` and ``recv``, and sums of numbers
-    torch cannot add, go through ``inner``.
+    the same on all ranks) sums in place, every rank its share of all copies. Other tensors are copied in and out through a
+    `Stage`. ``send`` and ``recv``, and sums of numbers that torch cannot add, go through ``inner``.
 
-    Sums are in rank order. Every rank must call ``new_zeros`` alike.
+    Sums are in rank order. Every rank must call ``new_zeros`` alike. A copy or a pickle of a resident tensor's *storage*
+    holds all ranks' copies.
     """
 
     sums_in_rank_order = True
 
-    def __init__(self, inner: Group, arrivals: Arrivals, staging: Tensor) -> None:
+    def __init__(self, inner: Group, arrivals: Arrivals, stage: Stage) -> None:
         self._inner = inner
         self._arrivals = arrivals
-        self._staging = staging  # (turn, rank, bytes)
-        self._slots = {torch.uint8: staging}
+        self._stage = stage
         self._row_bytes: dict[int, int] = {}  # of a resident memory, by its address
-        self._turn = 0
         self._begun: deque[Callable[[], None]] = deque()
         self.name = inner.name
         self.rank = inner.rank
@@ -123,37 +117,6 @@ class SharedGroup:
         first = flat.storage_offset() - self.rank * row
         return [flat.as_strided(flat.shape, (1,), first + rank * row) for rank in range(self.size)]
 
-    # --- the stage ---------------------------------------------------------------------------------------------------
-
-    def _stage(self, part: Tensor, *, give: bool = True) -> Tensor:
-        """Show ``part`` (*shape), at most _STAGE_BYTES, to all; returns (size, *shape), to be read before the next one."""
-        if part.dtype not in self._slots:
-            self._slots[part.dtype] = self._staging.view(part.dtype)
-        self._turn ^= 1
-        slots = self._slots[part.dtype][self._turn, :, : part.numel()].view(self.size, *part.shape)
-        if give:
-            slots[self.rank].copy_(part)
-        self._arrivals.wait(_STAGED, self._arrivals.post(_STAGED))
-        return slots
-
-    def _all_reduce_staged(self, flat: Tensor, op: Op) -> None:
-        if flat.nbytes <= _WHOLE_BYTES or self.size <= 3:
-            for part in flat.split(_STAGE_BYTES // flat.itemsize):
-                _combine(self._stage(part).unbind(), op, out=part)
-            return
-        for part in flat.split(_STAGE_BYTES // flat.itemsize):
-            rows = self._stage(part)
-            share = _share(part.numel(), self.rank, self.size, part.itemsize)
-            mine = [row[share] for row in rows]
-            _combine(mine, op, out=part[share])
-            mine[self.rank].copy_(
-                part[share]
-            )  # nobody else reads this share of this row before all have written theirs
-            self._arrivals.wait(_STAGED, self._arrivals.post(_STAGED))
-            for rank, row in enumerate(rows):
-                share = _share(part.numel(), rank, self.size, part.itemsize)
-                part[share].copy_(row[share])
-
     # --- sums --------------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
@@ -183,16 +146,16 @@ class SharedGroup:
         """Say that a resident ``flat`` is ready; the rest is left to the returned function."""
         copies = self._copies(flat)
         if copies is None:
-            return lambda: self._all_reduce_staged(flat, op)
+            return lambda: self._stage.all_reduce(flat, op)
         number = self._arrivals.post(_READY)
         return lambda: self._all_reduce_resident(copies, op, number)
 
     def _all_reduce_resident(self, copies: list[Tensor], op: Op, number: int) -> None:
         self._arrivals.wait(_READY, number)
-        share = _share(copies[0].numel(), self.rank, self.size, copies[0].itemsize)
+        share = share_of(copies[0], self.rank, self.size)
         pieces = [copy[share].split(_PASS_BYTES // copy.itemsize) for copy in copies]
         for parts in zip(*pieces, strict=True):
-            _combine(parts, op, out=parts[0])
+            combine(parts, op, out=parts[0])
             for part in parts[1:]:
                 part.copy_(parts[0])
         self._arrivals.wait(_DONE, self._arrivals.post(_DONE))
@@ -210,9 +173,7 @@ class SharedGroup:
             return tensor.new_empty(tensor.shape[1:])
         rows = tensor.detach().contiguous().view(self.size, -1)
         total = torch.empty_like(rows[0])
-        width = _STAGE_BYTES // tensor.itemsize // self.size
-        for part, out in zip(rows.split(width, 1), total.split(width), strict=True):
-            _combine(self._stage(part)[:, self.rank].unbind(), "sum", out=out)
+        self._stage.reduce_scatter(rows, total)
         return total.view(tensor.shape[1:])
 
     # --- bytes from rank to rank -------------------------------------------------------------------------------------
@@ -222,23 +183,16 @@ class SharedGroup:
             return self._inner.all_gather(tensor)
         self._finish_begun()
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        if not tensor.numel():
-            return gathered
-        mine, rows = _bytes(tensor).view(-1), _bytes(gathered).view(self.size, -1)
-        for part, out in zip(mine.split(_STAGE_BYTES), rows.split(_STAGE_BYTES, 1), strict=True):
-            out.copy_(self._stage(part))
+        if tensor.numel():
+            self._stage.all_gather(_bytes(tensor).view(-1), _bytes(gathered).view(self.size, -1))
         return gathered
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         if not _takes(tensor) or not tensor.is_contiguous():
             return self._inner.broadcast(tensor, src)
         self._finish_begun()
-        if not tensor.numel():
-            return tensor
-        for part in _bytes(tensor).view(-1).split(_STAGE_BYTES):
-            slots = self._stage(part, give=self.rank == src)
-            if self.rank != src:
-                part.copy_(slots[src])
+        if tensor.numel():
+            self._stage.broadcast(_bytes(tensor).view(-1), src)
         return tensor
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -246,12 +200,8 @@ class SharedGroup:
             return self._inner.all_to_all(tensor)
         self._finish_begun()
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        if not tensor.numel():
-            return received
-        rows, into = _bytes(tensor).view(self.size, -1), _bytes(received).view(self.size, -1)
-        width = _STAGE_BYTES // self.size
-        for part, out in zip(rows.split(width, 1), into.split(width, 1), strict=True):
-            out.copy_(self._stage(part)[:, self.rank])
+        if tensor.numel():
+            self._stage.all_to_all(_bytes(tensor).view(self.size, -1), _bytes(received).view(self.size, -1))
         return received
 
     def barrier(self) -> None:
@@ -272,18 +222,3 @@ def _takes(tensor: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _share(numel: int, rank: int, size: int, itemsize: int) -> slice:
-    """Rank ``rank``'s part of ``numel`` elements, on whole cache lines, so that no two ranks write the same one."""
-    line = 64 // itemsize
-    share = ceil(ceil(numel / size) / line) * line
-    return slice(min(rank * share, numel), min((rank + 1) * share, numel))
-
-
-def _combine(parts: Sequence[Tensor], op: Op, *, out: Tensor) -> None:
-    """Into ``out``, in the order of the ranks; ``out`` may be one of the first two parts."""
-    two = _TWO[op]
-    two(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        two(out, part, out=out)
