@@ -45,6 +45,8 @@ def open_shared(inner: Group, *, timeout_s: float) -> Group:
         trouble = f"other processes cannot be watched ({error})"
     troubles = [f"rank {rank}: {why}" for rank, why in enumerate(all_gather_text(inner, trouble, _CPU)) if why]
     if arrivals is None or troubles:
+        if arrivals is not None:
+            arrivals.close()
         return _without(inner, troubles[0])
     memory = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=start).view(2, inner.size, STAGE_BYTES)
     stage = Stage(memory, arrivals, _STAGED, rank=inner.rank, size=inner.size)
