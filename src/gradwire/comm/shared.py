@@ -110,14 +110,9 @@ class SharedGroup:
         weakref.finalize(shared.memory, known.pop, address).atexit = False
         return whole[self.rank * row_bytes :]
 
-    def _copies(self, flat: Tensor) -> list[Tensor] | None:
-        """All ranks' copies of what ``flat`` (numel,) is here, or None if it is not resident."""
-        row_bytes = self._row_bytes.get(flat.untyped_storage().data_ptr())
-        if row_bytes is None:
-            return None
-        row = row_bytes // flat.itemsize
-        first = flat.storage_offset() - self.rank * row
-        return [flat.as_strided(flat.shape, (1,), first + rank * row) for rank in range(self.size)]
+    def _row(self, flat: Tensor) -> int:
+        """How far apart, in elements, all ranks' copies of ``flat`` are in its storage; 0 if it is not resident."""
+        return self._row_bytes.get(flat.untyped_storage().data_ptr(), 0) // flat.itemsize
 
     # --- sums --------------------------------------------------------------------------------------------------------
 
@@ -146,17 +141,19 @@ class SharedGroup:
 
     def _start(self, flat: Tensor, op: Op) -> Callable[[], None]:
         """Say that a resident ``flat`` is ready; the rest is left to the returned function."""
-        copies = self._copies(flat)
-        if copies is None:
+        row = self._row(flat)
+        if not row:
             return lambda: self._stage.all_reduce(flat, op)
         number = self._arrivals.post(_READY)
-        return lambda: self._all_reduce_resident(copies, op, number)
+        return lambda: self._all_reduce_resident(flat, row, op, number)
 
-    def _all_reduce_resident(self, copies: list[Tensor], op: Op, number: int) -> None:
+    def _all_reduce_resident(self, flat: Tensor, row: int, op: Op, number: int) -> None:
         self._arrivals.wait(_READY, number)
-        share = share_of(copies[0], self.rank, self.size)
-        pieces = [copy[share].split(_PASS_BYTES // copy.itemsize) for copy in copies]
-        for parts in zip(*pieces, strict=True):
+        share = share_of(flat, self.rank, self.size)
+        first, step = flat.storage_offset() - self.rank * row, _PASS_BYTES // flat.itemsize
+        for start in range(share.start, share.stop, step):
+            shape = (min(step, share.stop - start),)
+            parts = [flat.as_strided(shape, (1,), first + rank * row + start) for rank in range(self.size)]
             combine(parts, op, out=parts[0])
             for part in parts[1:]:
                 part.copy_(parts[0])
@@ -219,7 +216,7 @@ class SharedGroup:
 
 def _takes(tensor: Tensor) -> bool:
     lazy = tensor.is_conj() or tensor.is_neg()  # its memory does not hold its values
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not lazy
+    return tensor.is_cpu and tensor.layout is torch.strided and not lazy
 
 
 def _bytes(tensor: Tensor) -> Tensor:

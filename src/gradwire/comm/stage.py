@@ -20,12 +20,11 @@ class Stage:
     """Collectives on tensors that are not empty, by copying them in and out. Sums are in rank order.
 
     The stage has two turns: a rank that has come to turn k + 1 has left turn k, so that the ranks wait for one another once
-    a piece. memory: (2, size, STAGE_BYTES) uint8. arrivals, kind: with which they wait.
+    a piece. memory: (2, size, STAGE_BYTES) uint8, nothing before it in its storage. arrivals, kind: with which they wait.
     """
 
     def __init__(self, memory: Tensor, arrivals: Arrivals, kind: int, *, rank: int, size: int) -> None:
-        self._slots = {memory.dtype: memory}  # of every dtype, as views
-        self._memory = memory
+        self._memory = {memory.dtype: memory}  # of every dtype, as views
         self._arrivals = arrivals
         self._kind = kind
         self._rank = rank
@@ -33,11 +32,16 @@ class Stage:
         self._turn = 0
 
     def _show(self, part: Tensor, *, give: bool = True) -> Tensor:
-        """``part`` (*shape), at most STAGE_BYTES, of every rank: (size, *shape), to be read before the next call."""
-        if part.dtype not in self._slots:
-            self._slots[part.dtype] = self._memory.view(part.dtype)
+        """``part`` (*shape), one or two dims and at most STAGE_BYTES, of every rank.
+
+        Returns (size, *shape), to be read before the next call.
+        """
+        if part.dtype not in self._memory:
+            self._memory[part.dtype] = self._memory[torch.uint8].view(part.dtype)
         self._turn ^= 1
-        slots = self._slots[part.dtype][self._turn, :, : part.numel()].view(self._size, *part.shape)
+        row = STAGE_BYTES // part.itemsize
+        strides = (row, 1) if part.dim() == 1 else (row, part.shape[1], 1)  # one call: a small one costs mostly views
+        slots = self._memory[part.dtype].as_strided((self._size, *part.shape), strides, self._turn * self._size * row)
         if give:
             slots[self._rank].copy_(part)
         self._meet()
