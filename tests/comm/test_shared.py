@@ -242,8 +242,12 @@ def test_memory_goes_with_its_tensors_and_nothing_is_left_after_the_world() -> N
 
 def test_an_ordinary_tensor_is_never_taken_for_a_resident_one() -> None:
     def run(group: Group) -> None:
+        assert isinstance(group, SharedGroup)
         for _ in range(50):  # freed and made at the same addresses, with luck
-            group.all_reduce(resident(group, torch.ones(40_000)))
+            mine = resident(group, torch.ones(40_000))
+            assert group._row(mine) == group._row(mine[7:]) >= 40_000 and not group._row(mine.clone())
+            group.all_reduce(mine)
+            del mine
             assert (group.all_reduce(torch.ones(40_000)) == group.size).all()
 
     on_groups(2, run)
@@ -304,6 +308,22 @@ def test_a_rank_that_closed_its_group_is_named() -> None:
             with pytest.raises(RuntimeError, match="rank 1 has left the group"):
                 group.all_reduce(torch.ones(5))
             assert time.monotonic() - began_s < 2
+
+    on_groups(2, run)
+
+
+def test_a_forked_child_that_ends_does_not_speak_for_its_parent() -> None:
+    def run(group: Group) -> None:
+        arrivals = group._arrivals
+        if group.rank == 1 and (child := os.fork()):
+            assert os.waitpid(child, 0)[1] == 0
+        elif group.rank == 1:
+            arrivals.close()
+            os._exit(0)
+        assert float(group.all_reduce(torch.ones(1))) == group.size
+        with pytest.raises(RuntimeError, match="has left"):  # the parent's own close does
+            arrivals.close() if group.rank == 1 else group.barrier()
+            raise RuntimeError("rank 1 itself has left")
 
     on_groups(2, run)
 

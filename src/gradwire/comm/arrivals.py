@@ -42,6 +42,7 @@ class Arrivals:
         self._name = name
         self._timeout_s = timeout_s
         self._kinds = kinds
+        self._pid = os.getpid()
         self._mine = [0] * kinds
         self._broken = ""
         self._lives = _Lives(peers)
@@ -75,7 +76,9 @@ class Arrivals:
                 self._wait_for(rank, at, number)
 
     def close(self) -> None:
-        """This rank will not come again; who waits for it finds out."""
+        """This rank will not come again; who waits for it finds out. A forked child's end says nothing of its parent."""
+        if os.getpid() != self._pid:
+            return
         self._words[self._byte(self._kinds, self._rank) >> 2] = 1
         self._lives.close()
 
@@ -83,6 +86,8 @@ class Arrivals:
         return (self._words[at >> 2] - number) & _MASK < _HALF
 
     def _wait_for(self, rank: int, at: int, number: int) -> None:
+        if self._broken:
+            raise RuntimeError(self._broken)
         began_s = time.monotonic()
         if self._spins and self._spun(at, number, began_s + SPIN_S):
             return

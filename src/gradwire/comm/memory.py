@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.comm import futex
 from gradwire.core.group import Group
 
 _CARD_BYTES = 1024
@@ -97,8 +96,6 @@ def _card(offered: _Offer | str | None) -> str:
 
 def _take(offered: _Offer | str | None, first: dict[str, object], num_bytes: int) -> tuple[mmap.mmap | None, str]:
     """This rank's mapping of what rank 0 offers, or why it has none."""
-    if not futex.supported():
-        return None, "the processor or system is not Linux on x86-64"
     if isinstance(offered, str):
         return None, offered
     if offered is not None:

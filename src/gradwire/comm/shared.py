@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import cache
 from math import ceil
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
 
+from gradwire.comm import futex
 from gradwire.comm.arrivals import Arrivals
-from gradwire.comm.memory import HEADER_BYTES, Shared, populate, share_memory
+from gradwire.comm.memory import HEADER_BYTES, populate, share_memory
 from gradwire.comm.stage import STAGE_BYTES, Stage, combine, share_of
 from gradwire.comm.text import all_gather_text
 from gradwire.core.group import Group, Levels, Op
@@ -30,8 +32,11 @@ _SUMS = frozenset((*_FLOATS, *_INTEGERS))
 def open_shared(inner: Group, *, timeout_s: float) -> Group:
     """A `SharedGroup` over ``inner``, whose ranks share a host; all ranks must call it.
 
-    If any rank cannot, all get ``inner`` itself, and rank 0 says why, once a reason.
+    If any rank cannot, all get ``inner`` itself, and rank 0 says why, once a reason; on another system than Linux on x86-64
+    it is ``inner`` without a word.
     """
+    if not futex.supported():
+        return inner
     start = HEADER_BYTES + ceil(Arrivals.num_bytes(3, inner.size) / _PAGE_BYTES) * _PAGE_BYTES
     shared = share_memory(start - HEADER_BYTES + 2 * inner.size * STAGE_BYTES, inner)
     if isinstance(shared, str):
@@ -81,13 +86,13 @@ class SharedGroup:
         self._inner = inner
         self._arrivals = arrivals
         self._stage = stage
-        self._row_bytes: dict[int, int] = {}  # of a resident memory, by its address
+        self._resident: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by the address of its first row
         self._begun: deque[Callable[[], None]] = deque()
         self.name = inner.name
         self.rank = inner.rank
         self.size = inner.size
         self.levels: Levels | None = None
-        weakref.finalize(self, arrivals.close)
+        finalize(self, arrivals.close)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -99,20 +104,19 @@ class SharedGroup:
         if isinstance(shared, str):
             _without(self, shared)
             return torch.zeros(numel, dtype=dtype, device=device)
-        return self._resident(shared, row_bytes)[: numel * dtype.itemsize].view(dtype)
+        return self._copy(shared.memory, row_bytes)[: numel * dtype.itemsize].view(dtype)
 
-    def _resident(self, shared: Shared, row_bytes: int) -> Tensor:
-        """This rank's copy (row_bytes,). The memory lives as long as tensors in it do: here only its address is kept."""
-        populate(shared.memory)
-        whole = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=HEADER_BYTES)
-        address, known = whole.data_ptr(), self._row_bytes
-        known[address] = row_bytes
-        weakref.finalize(shared.memory, known.pop, address).atexit = False
+    def _copy(self, memory: mmap.mmap, row_bytes: int) -> Tensor:
+        """This rank's row of it (row_bytes,). The memory lives as long as tensors in it do: here only its address is kept."""
+        populate(memory)
+        whole = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES)
+        self._resident[whole.data_ptr()] = memory
         return whole[self.rank * row_bytes :]
 
     def _row(self, flat: Tensor) -> int:
         """How far apart, in elements, all ranks' copies of ``flat`` are in its storage; 0 if it is not resident."""
-        return self._row_bytes.get(flat.untyped_storage().data_ptr(), 0) // flat.itemsize
+        memory = self._resident.get(flat.untyped_storage().data_ptr())
+        return 0 if memory is None else (len(memory) - HEADER_BYTES) // self.size // flat.itemsize
 
     # --- sums --------------------------------------------------------------------------------------------------------
 
