@@ -16,6 +16,7 @@ from benchmarks.lab import Lab, LabError
 from benchmarks.lab.__main__ import rate_mbit
 from benchmarks.models import WORKLOADS, loss_of
 from benchmarks.report import Span, keep, markdown, summarize
+from benchmarks.shared_memory import table
 
 
 def rows(*step_s: float, sent: float = 0.0, interface: str = "eth0") -> list[Row]:
@@ -108,3 +109,9 @@ def test_a_workload_has_the_size_it_claims_and_trains(name: str, millions: float
     parameters = list(model.parameters())
     assert sum(each.numel() for each in parameters) / 1e6 == pytest.approx(millions, abs=0.1)
     assert all(each.grad is not None for each in parameters)
+
+
+def test_shared_memory_is_compared_with_gloo_within_each_round() -> None:
+    rounds = {"resident": [1e-6, 2e-6, 4e-6], "copied": [2e-6] * 3, "gloo": [8e-6, 8e-6, 40e-6], "copy": [1e-6] * 3}
+    line = table({64 << 10: rounds})[-1]
+    assert line == "| 64 KiB | 2 (1-4) | 2 (2-2) | 8 (8-40) | 1 (1-1) | 8.0 (4.0-10.0) | 4.0 (4.0-20.0) |"
