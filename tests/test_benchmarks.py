@@ -26,6 +26,7 @@ from benchmarks.quality_report import over_exact, target_lines
 from benchmarks.quality_report import words as quality_words
 from benchmarks.report import Span, keep, markdown, summarize, window_s
 from benchmarks.results import RESULTS, read
+from benchmarks.shared_memory import table
 from benchmarks.slow_networks import words as slow_words
 from benchmarks.targets import bytes_lines, speed_lines
 from benchmarks.timed import curves, seconds_to
@@ -304,3 +305,9 @@ def test_the_page_advises_what_was_measured() -> None:
 def test_the_committed_page_is_what_the_committed_results_give() -> None:
     made = page(read(RESULTS / "slow-networks.json"), read(RESULTS / "quality.json"))
     assert PAGE.read_text() == made, "run: make plot"
+
+
+def test_shared_memory_is_compared_with_gloo_within_each_round() -> None:
+    rounds = {"resident": [1e-6, 2e-6, 4e-6], "copied": [2e-6] * 3, "gloo": [8e-6, 8e-6, 40e-6], "copy": [1e-6] * 3}
+    line = table({64 << 10: rounds})[-1]
+    assert line == "| 64 KiB | 2 (1-4) | 2 (2-2) | 8 (8-40) | 1 (1-1) | 8.0 (4.0-10.0) | 4.0 (4.0-20.0) |"

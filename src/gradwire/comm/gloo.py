@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.group import Group, Levels, Op
+from gradwire.core.group import Levels, Op
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def open_group(store: dist.Store, *, name: str, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
+def open_group(
+    store: dist.Store, *, name: str, rank: int, size: int, device: torch.device, timeout_s: float
+) -> TorchGroup | SoloGroup:
     """Meet the other ranks under ``name`` in ``store`` and return the group; every rank of it must call this."""
     if size == 1:
         return SoloGroup(name)
@@ -46,6 +48,8 @@ class TorchGroup:
         self.levels: Levels | None = None
 
     def new_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.levels is not None:
+            return self.levels.inside.new_zeros(numel, dtype, device)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:

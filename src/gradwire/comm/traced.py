@@ -45,6 +45,22 @@ class NoWatch:
         return None
 
 
+class Unstamped:
+    """Asks ``watch`` for verdicts but tells it nothing: for a group of some ranks, in which the others are not missing."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def arrive(self, group: str, op: str, seq: int) -> None:
+        return
+
+    def complete(self, group: str) -> None:
+        return
+
+    def verdict(self, wait_s: float) -> Verdict | None:
+        return self._watch.verdict(wait_s)
+
+
 def blame(error: RuntimeError, watch: Watch, here: str) -> PeerError:
     """The error that names who failed, for a rank that only met a broken connection. here: what this rank was doing."""
     verdict = watch.verdict(VERDICT_WAIT_S)
@@ -54,14 +70,14 @@ def blame(error: RuntimeError, watch: Watch, here: str) -> PeerError:
 
 
 class TracedGroup:
-    """Wraps a group; adds two attribute writes to a collective."""
+    """Wraps a group; adds two attribute writes to a collective. name: the one it is stamped under, default its own."""
 
-    def __init__(self, inner: Group, watch: Watch, *, where: str) -> None:
+    def __init__(self, inner: Group, watch: Watch, *, where: str, name: str | None = None) -> None:
         self._inner = inner
         self._watch = watch
         self._where = where
         self._seq = 0
-        self.name = inner.name
+        self.name = name or inner.name
         self.rank = inner.rank
         self.size = inner.size
         self.levels = inner.levels
@@ -82,7 +98,8 @@ class TracedGroup:
             self._watch.complete(self.name)
 
     def new_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._inner.new_zeros(numel, dtype, device)
+        with self._stamped("new_zeros"):  # memory that ranks share is made together
+            return self._inner.new_zeros(numel, dtype, device)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         with self._stamped("all_reduce"):

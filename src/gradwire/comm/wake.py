@@ -30,6 +30,21 @@ def shut_sockets(*, keep: frozenset[int]) -> None:
             continue  # not connected, or gone already: nothing waits there
 
 
+def sentinel() -> socket.socket:
+    """A TCP connection to itself: it becomes readable when `shut_sockets` wants this process's waits to end.
+
+    For waits that are not on a socket. Raises OSError where the loopback interface is down.
+    """
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        made.bind(("127.0.0.1", 0))
+        made.connect(made.getsockname())
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
 def _sockets() -> dict[int, int]:
     """Inode -> descriptor of every socket."""
     found: dict[int, int] = {}

@@ -13,10 +13,11 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.comm.gloo import open_group
+from gradwire.comm.gloo import SoloGroup, TorchGroup, open_group
+from gradwire.comm.hosts import Hosts, Place, find_hosts, open_on_hosts
 from gradwire.comm.lane import Lane
 from gradwire.comm.meeting import Meeting, meet
-from gradwire.comm.traced import TracedGroup, blame
+from gradwire.comm.traced import TracedGroup, Unstamped, blame
 from gradwire.core.clock import StepAccount, StepClock
 from gradwire.core.group import Group
 from gradwire.core.microbatch import MicrobatchSource
@@ -53,6 +54,7 @@ class World:
         self.step = 0
         self._meeting = meeting
         self._groups: dict[str, Group] = {}
+        self._hosts: Hosts | None = None
         self._lanes: dict[str, Lane] = {}
         self._attachments: dict[int, Callable[[], None]] = {}
         self._serial = 0
@@ -68,20 +70,34 @@ class World:
         return self._groups[name]
 
     def _open(self, name: str) -> Group:
-        where = f"rank {self.rank} on {self.host}"
-        meeting = self._meeting
+        watch, where = self._meeting.watch, f"rank {self.rank} on {self.host}"
+
+        def dress(group: Group, stamped_as: str | None) -> Group:
+            told = Unstamped(watch) if stamped_as is None else watch
+            return TracedGroup(group, told, where=where, name=stamped_as)
+
         try:
-            inner = open_group(
-                meeting.store,
-                name=name,
-                rank=self.rank,
-                size=self.size,
-                device=self.device,
-                timeout_s=meeting.timeout_s,
-            )
+            opened: Group = self._open_ranks(name, self.rank, self.size)
+            if isinstance(opened, TorchGroup) and self.device.type == "cpu":
+                opened = self._on_hosts(opened, dress)
         except RuntimeError as error:  # the store's and Gloo's errors
-            raise blame(error, meeting.watch, f"{where} was opening {name}") from error
-        return inner if self.size == 1 else TracedGroup(inner, meeting.watch, where=where)
+            raise blame(error, watch, f"{where} was opening {name}") from error
+        return opened if self.size == 1 else dress(opened, name)
+
+    def _open_ranks(self, name: str, rank: int, size: int) -> TorchGroup | SoloGroup:
+        meeting = self._meeting
+        return open_group(
+            meeting.store, name=name, rank=rank, size=size, device=self.device, timeout_s=meeting.timeout_s
+        )
+
+    def _on_hosts(self, group: TorchGroup, dress: Callable[[Group, str | None], Group]) -> Group:
+        if self._hosts is None:
+            here = Place(
+                node_rank=self.node_rank, host=self.host, local_rank=self.local_rank, local_size=self.local_size
+            )
+            self._hosts = find_hosts(group, here)
+        timeout_s = self._meeting.timeout_s
+        return open_on_hosts(group, self._hosts, open_inner=self._open_ranks, dress=dress, timeout_s=timeout_s)
 
     def lane(self, name: str) -> Lane:
         """The communication thread of the group ``name``."""

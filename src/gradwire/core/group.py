@@ -60,7 +60,7 @@ class Group(Protocol):
         ...
 
     def new_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(numel,) zeros, where this group reduces them fastest: in memory the ranks share, say."""
+        """(numel,) zeros, where this group reduces them fastest: in memory the ranks share, say. All ranks call it alike."""
         ...
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:

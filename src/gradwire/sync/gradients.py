@@ -11,10 +11,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gradwire.comm.world import World
-from gradwire.compress.exact import AllReduce
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
-from gradwire.core.reducer import Link
+from gradwire.core.reducer import Link, Reducer
 from gradwire.sync.autograd import GradientHooks, at_end_of_backward
 from gradwire.sync.buckets import (
     START_BUCKET_BYTES,
@@ -59,6 +58,7 @@ class GradientSync:
         plan: Plan,
         exchange: Exchange,
         policy: SyncPolicy,
+        reducer: Reducer,
         weighting: Weighting,
         buffers: BufferExchange,
         sparse: frozenset[int],
@@ -70,7 +70,7 @@ class GradientSync:
         self._plan = plan
         self._exchange = exchange
         self._policy = policy
-        self._reducer = policy.reducer or AllReduce()
+        self._reducer = reducer
         self._weighting = weighting
         self._buffers = buffers
         self._sparse = sparse

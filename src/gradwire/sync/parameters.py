@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from gradwire.compress.exact import AllReduce
 from gradwire.core.microbatch import Microbatch
 from gradwire.core.outer import Outer
 from gradwire.core.reducer import Reducer
@@ -63,14 +62,14 @@ class ParameterSync:
         params: Sequence[tuple[str, nn.Parameter]],
         exchanges: Sequence[Exchange],
         *,
-        reducer: Reducer | None,
+        reducer: Reducer,
         outer: Outer,
         late: int,
         bucket_bytes: int | None,
     ) -> None:
         self._outer = outer
         self._late = late
-        self._reducer = reducer or AllReduce()
+        self._reducer = reducer
         self._bucket_bytes = bucket_bytes or START_BUCKET_BYTES
         parts = split_evenly(params, len(exchanges))
         self._fragments = [self._fragment(part, each) for part, each in zip(parts, exchanges, strict=True)]

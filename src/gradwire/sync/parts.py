@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.comm.world import World
+from gradwire.compress.exact import AllReduce
+from gradwire.compress.hierarchical import Hierarchical
 from gradwire.core.group import Group
 from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
-from gradwire.core.reducer import Link
+from gradwire.core.reducer import Link, Reducer
 from gradwire.sync.batchnorm import synchronise_batch_norm
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.exchange import Exchange
@@ -63,6 +65,7 @@ class Parts:
         self.world = world
         self.plan = plan
         self.policy = policy
+        self._reducer = _on_levels(policy.reducer or AllReduce(), channels.lanes[0])
         self._routes = [(group, world.lane(group.name)) for group in channels.lanes]
         self.weighting = Weighting(world, loader, spans_batches=policy.spans_batches)
         if plan.batch_norm == "sync" and world.size > 1:
@@ -82,6 +85,7 @@ class Parts:
             world=self.world,
             plan=self.plan,
             policy=self.policy,
+            reducer=self._reducer,
             exchange=Exchange(self._routes, self.world.device, delay=self.policy.delay),
             weighting=self.weighting,
             buffers=self.buffers,
@@ -97,11 +101,16 @@ class Parts:
         return ParameterSync(
             self.trained,
             exchanges,
-            reducer=self.policy.reducer,
+            reducer=self._reducer,
             outer=self.policy.outer,
             late=self.policy.late,
             bucket_bytes=self.plan.bucket_bytes,
         )
+
+
+def _on_levels(reducer: Reducer, group: Group) -> Reducer:
+    """Exact inside each host, ``reducer`` between hosts, where hosts have several ranks each."""
+    return reducer if group.levels is None else Hierarchical(outer=reducer)
 
 
 def _measured_link(group: Group, device: torch.device) -> Link:
