@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gradwire.comm.gloo import SoloGroup
+from gradwire.comm.text import all_gather_text
 from gradwire.core.group import Group
 from gradwire.core.reducer import Bucket, Link, Piece, Reducer, State
 from gradwire.testing.checks import SIZES, require
@@ -133,8 +135,16 @@ class _PaperGroup(SoloGroup):
 
 
 def _states_of_all(state: State, group: Group) -> list[State]:
-    gathered = {name: group.all_gather(value) for name, value in state.items()}
-    return [{name: rows[rank] for name, rows in gathered.items()} for rank in range(group.size)]
+    """By rank; ranks may keep different things (only a host's first one does, under `Hierarchical`)."""
+    kept = {name: list(value.shape) for name, value in state.items()}
+    texts = all_gather_text(group, json.dumps(kept), torch.device("cpu"))
+    return [
+        {
+            name: group.broadcast(state[name].clone() if rank == group.rank else torch.zeros(shape), rank)
+            for name, shape in json.loads(text).items()
+        }
+        for rank, text in enumerate(texts)
+    ]
 
 
 def _same_everywhere(tensor: Tensor, group: Group, what: str) -> None:
