@@ -84,6 +84,13 @@ def evaluate(model: nn.Module, samples: Samples) -> float:
     return total / len(samples[1])
 
 
+def peak_bytes() -> int:
+    """The most memory that this process held, what it shares with others (libraries, buckets) counted by its share."""
+    kib = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    others_kib = int(kib["Rss:"]) - int(kib["Pss:"])
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - others_kib) * 1024
+
+
 @dataclass(kw_only=True)
 class Record:
     """One rank's measurements, taken step by step and printed as one line of JSON.
@@ -157,7 +164,7 @@ class Record:
             "curve": self.curve,
             "first_step_s": self.ends_s[0] - self.args.started,
             "before_model_bytes": self.before_model_bytes,
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_bytes": peak_bytes(),
             "sent_bytes_per_step": (self.bytes_at[-1] - self.bytes_at[warm - 1]) / self.args.steps,
             "torch": torch.__version__,
         }

@@ -85,6 +85,7 @@ class GradientSync:
         self._arrived: set[int] = set()
         self._held: dict[int, Tensor] = {}
         self._pending: dict[int, Tensor] = {}
+        self._better_bucket_bytes: int | None = None
         self.rounds = 0
         self.steps = 0
         self.nonfinite: tuple[str, ...] = ()
@@ -118,6 +119,8 @@ class GradientSync:
     def _begin(self, *, idle: bool = False) -> None:
         self.rounds += 1
         self.nonfinite = ()
+        if self._better_bucket_bytes is not None:
+            self._rebuild(self._better_bucket_bytes)
         weight = self._weighting.begin()
         self._began_s = time.monotonic()
         self._window.begin(weight, idle=idle)
@@ -277,7 +280,7 @@ class GradientSync:
         self._deliver(self._mine.own_mean(self._window.share))
 
     def _follow_measurement(self, backward_s: float) -> None:
-        """Once, all ranks alike: choose the bucket size from rank 0's link and backward time."""
+        """Once, all ranks alike: choose the bucket size from rank 0's link and backward time, for the next round."""
         if self._plan.bucket_bytes or self._world.size == 1 or self._policy.delay or not self._exchange.stateless:
             return
         mine = [self._link.latency_s, self._link.bandwidth_bytes_per_s, backward_s]
@@ -285,7 +288,15 @@ class GradientSync:
         link = Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, num_ranks=self._world.size)
         total = sum(param.nbytes for index, param in enumerate(self._params) if index not in self._sparse)
         exchange_s = self._reducer.cost(total // 4, link) - latency_s
-        self._build(best_bucket_bytes(total, exchange_s, latency_s=latency_s, backward_s=backward_s))
+        self._better_bucket_bytes = best_bucket_bytes(total, exchange_s, latency_s=latency_s, backward_s=backward_s)
+
+    def _rebuild(self, bucket_bytes: int) -> None:
+        """Once the step has used the old buckets' gradients, so that old and new ones never both take memory."""
+        self._better_bucket_bytes = None
+        self._sets.clear()
+        self._mine.views = {}
+        self._exchange.build(())
+        self._build(bucket_bytes)
 
     # --- kept --------------------------------------------------------------------------------------------------------
 
@@ -311,6 +322,7 @@ class GradientSync:
         """Go on from what the ranks of an earlier world kept, by rank. same: this rank's place in one of the same size."""
         kept = worlds[0 if same is None else same]
         self.steps, self.rounds = kept["steps"], kept["rounds"]
+        self._better_bucket_bytes = None
         self._build(kept["bucket_bytes"])
         self._allocate()
         self._exchange.step = kept["exchange_step"]
