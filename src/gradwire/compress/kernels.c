@@ -131,3 +131,15 @@ void gw_to_bfloat16(const float *restrict values, const float *restrict residual
             left[i] = wanted - float_of((uint32_t)messages[i] << 16);
         }
 }
+
+/* out = scale * values; whether all of it is finite. Written and looked at while it is in a register. */
+int32_t gw_scale(const float *restrict values, float *restrict out, float scale, int64_t numel) {
+    uint32_t top = 0;
+    for (int64_t i = 0; i < numel; i++) {
+        float value = values[i] * scale;
+        uint32_t bits = bits_of(value) & 0x7fffffffu;
+        out[i] = value;
+        top = bits > top ? bits : top;
+    }
+    return top < 0x7f800000u;
+}

@@ -1,4 +1,4 @@
-"""The codecs' inner loops in C, compiled on first use with the system's ``cc``; without one the eager code is used.
+"""The inner loops in C, compiled on first use with the system's ``cc``; without one the eager code is used.
 
 Either gives the same bits. The library is kept in the user's cache folder under a name made from the source, the
 compiler's flags and the processor, so that hosts of different kinds may share a home.
@@ -32,7 +32,9 @@ _ARGUMENTS = {
     "gw_quantize": [_POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT32],
     "gw_dequantize": [_POINTER, _POINTER, _INT64, _INT64, _INT32],
     "gw_to_bfloat16": [_POINTER, _POINTER, _POINTER, _POINTER, _INT64],
+    "gw_scale": [_POINTER, _POINTER, ctypes.c_float, _INT64],
 }
+_RESULTS = {"gw_scale": _INT32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, _RESULTS.get(name)
     return library
 
 
@@ -170,3 +172,19 @@ def to_bfloat16(values: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor
     addresses = [_address(tensor) for tensor in (values, residual, messages, left)]
     library.gw_to_bfloat16(*addresses, values.numel())
     return messages.view(torch.uint8), left
+
+
+def scale(values: Tensor, out: Tensor, factor: float) -> bool | None:
+    """``out = factor * values`` and whether all of it is finite, in one pass; None if there is no kernel for it here.
+
+    values, out: the same shape. A kernel has one thread: where torch has more, torch's own are as fast.
+    """
+    whole = values.dtype is out.dtype is torch.float32 and values.is_contiguous() and out.is_contiguous()
+    if (
+        not whole
+        or torch.get_num_threads() > 1
+        or (library := _library_for(out)) is None
+        or values.device != out.device
+    ):
+        return None
+    return bool(library.gw_scale(values.data_ptr(), out.data_ptr(), factor, values.numel()))

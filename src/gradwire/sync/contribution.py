@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradwire.compress import kernels
 from gradwire.sync.buckets import is_finite
 from gradwire.sync.kept import WindowState
 from gradwire.sync.weighting import Window
@@ -23,7 +24,8 @@ class Contribution:
         self._sparse = sparse
         self._filled: set[int] = set()
         self._rows: dict[int, Tensor] = {}
-        self._finite: list[tuple[str, Tensor]] = []
+        self._finite: list[tuple[str, Tensor | bool]] = []
+        self._checked: dict[int, bool] = {}
         self.views: dict[int, Tensor] = {}
 
     @property
@@ -43,9 +45,14 @@ class Contribution:
         dense = grad.to_dense() if grad.is_sparse else grad
         if index in self._filled:
             view.add_(dense, alpha=scale)
-        else:
+            self._checked.pop(index, None)
+            return
+        self._filled.add(index)
+        fine = kernels.scale(dense, view, scale)
+        if fine is None:
             torch.mul(dense, scale, out=view)
-            self._filled.add(index)
+        else:
+            self._checked[index] = fine
 
     def complete(self, index: int) -> None:
         """Nothing more comes for this parameter in this window."""
@@ -53,7 +60,8 @@ class Contribution:
             if index in self._rows:
                 self._finite.append((self._names[index], is_finite(self._rows[index].coalesce().values())))
         elif index in self._filled:
-            self._finite.append((self._names[index], is_finite(self.views[index])))
+            fine = self._checked.get(index)
+            self._finite.append((self._names[index], is_finite(self.views[index]) if fine is None else fine))
         else:
             self.views[index].zero_()
 
@@ -79,6 +87,7 @@ class Contribution:
         self._filled.clear()
         self._rows.clear()
         self._finite.clear()
+        self._checked.clear()
 
     # --- kept --------------------------------------------------------------------------------------------------------
 
