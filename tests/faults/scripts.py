@@ -112,12 +112,20 @@ def start(*args: str | Path, env: dict[str, str] | None = None) -> subprocess.Po
     )
 
 
+def read_line(file: int) -> str:
+    """A byte at a time: what a buffer took beyond the line would be lost to ``communicate``."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(file, 1)):
+        line += byte
+    return line.decode()
+
+
 def wait_for_step(process: subprocess.Popen[str], count: int = 1) -> list[int]:
     """Until ``count`` ranks are at the step of the fault: their pids."""
     assert process.stdout is not None
     pids: list[int] = []
     while len(pids) < count:
-        line = process.stdout.readline()
+        line = read_line(process.stdout.fileno())
         assert line, f"ended before the step: {process.stderr.read() if process.stderr else ''}"
         if "AT STEP" in line:
             pids.append(int(line.split()[-1]))
