@@ -51,7 +51,7 @@ def world(rank: int = 0, size: int = 1, group: ThreadGroup | None = None) -> Any
         return group
 
     clock = SimpleNamespace(waiting_for_data=nullcontext)
-    return Double(rank=rank, size=size, clock=clock, group=opened)
+    return Double(rank=rank, size=size, clock=clock, group=opened, turn_ended=lambda: None)
 
 
 def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:

@@ -57,6 +57,7 @@ class World:
         self._hosts: Hosts | None = None
         self._lanes: dict[str, Lane] = {}
         self._attachments: dict[int, Callable[[], None]] = {}
+        self._turn_hooks: dict[object, Callable[[], None]] = {}
         self._serial = 0
         self._closed = False
 
@@ -117,6 +118,17 @@ class World:
         """An optimizer step ended."""
         self.step += 1
         self._meeting.at_step(self.step, self.clock.usual_step_s())
+
+    def at_turn_end(self, hook: Callable[[], None]) -> Callable[[], None]:
+        """Call ``hook`` whenever a loop asks its loader for more, or has read it to the end. Returns how to stop that."""
+        key = object()
+        self._turn_hooks[key] = hook
+        return lambda: self._turn_hooks.pop(key, None) and None
+
+    def turn_ended(self) -> None:
+        """A loop is done with what its loader yielded."""
+        for hook in list(self._turn_hooks.values()):
+            hook()
 
     def replace_attachment(self, key: int, detach: Callable[[], None]) -> None:
         """Remember how to let go of a distributed model; lets go of what the key held before."""

@@ -38,7 +38,8 @@ class DataLoader:
 
     >>> from contextlib import nullcontext
     >>> from types import SimpleNamespace
-    >>> world = SimpleNamespace(rank=1, size=2, clock=SimpleNamespace(waiting_for_data=nullcontext), reading=None)
+    >>> clock = SimpleNamespace(waiting_for_data=nullcontext)
+    >>> world = SimpleNamespace(rank=1, size=2, clock=clock, reading=None, turn_ended=lambda: None)
     >>> [batch.tolist() for batch in DataLoader(range(10), 4, shuffle=False, world=world)]
     [[2, 3], [6, 7], [9]]
     """
@@ -142,6 +143,7 @@ class DataLoader:
                 self._current, self._position, self._untouched = turn.micro, following(turn.micro), False
                 self._world.reading = self
                 yield data
+                self._world.turn_ended()
         finally:
             if self._world.reading is self:
                 self._world.reading = None  # also after a break: it feeds nobody's backward any more

@@ -34,6 +34,10 @@ class World(Protocol):
     @property
     def clock(self) -> Clock: ...
 
+    def turn_ended(self) -> None:
+        """The loop is done with what was yielded."""
+        ...
+
     def group(self, axis: str, *, channel: str = ...) -> Group:
         """The ranks along ``axis``; ``channel`` gives the caller's thread collectives of its own."""
         ...

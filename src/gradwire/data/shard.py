@@ -37,7 +37,8 @@ def shard(loader: TorchDataLoader[Any], *, world: World | None = None) -> DataLo
 
     >>> from contextlib import nullcontext
     >>> from types import SimpleNamespace
-    >>> world = SimpleNamespace(rank=0, size=1, clock=SimpleNamespace(waiting_for_data=nullcontext), reading=None)
+    >>> clock = SimpleNamespace(waiting_for_data=nullcontext)
+    >>> world = SimpleNamespace(rank=0, size=1, clock=clock, reading=None, turn_ended=lambda: None)
     >>> [batch.tolist() for batch in shard(TorchDataLoader(range(3), batch_size=2), world=world)]
     [[0, 1], [2]]
     """

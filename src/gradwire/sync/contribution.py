@@ -89,6 +89,17 @@ class Contribution:
         self._finite.clear()
         self._checked.clear()
 
+    def take_out(self) -> dict[int, Tensor]:
+        """Copies of what is in the buckets, which are about to go."""
+        kept = {index: self.views[index].clone() for index in self._filled}
+        self.views = {}
+        return kept
+
+    def put_back(self, kept: Mapping[int, Tensor]) -> None:
+        """The same into the new ones."""
+        for index, value in kept.items():
+            self.views[index].copy_(value)
+
     # --- kept --------------------------------------------------------------------------------------------------------
 
     def state_dict(self, window: Window) -> WindowState:

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.comm.world import current
@@ -54,6 +54,8 @@ def distribute(
     world = current()
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     _check_arguments(model, optimizers, loader, plan)
+    if plan is not None and sync is not None and plan.sync != "exact":
+        raise UsageError(f"gw.distribute: sync={sync} and plan.sync={plan.sync} are both given; give one")
     plan = plan or world.plan
     plan = plan if sync is None else replace(plan, sync=sync)
     plan.check(world.size)
@@ -109,6 +111,9 @@ def weight(count: float) -> None:
     >>> with gw.init():
     ...     gw.weight(17)
     """
+    given: object = count
+    if isinstance(given, str | bool) or (isinstance(given, Tensor) and given.numel() != 1):
+        raise UsageError(f"gw.weight({count!r}): the count must be one number, e.g. the tokens that the mean is over")
     value = float(count)
     if not 0 <= value < float("inf"):
         raise UsageError(f"gw.weight({count!r}): the count must be a finite number, not negative")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -14,10 +13,10 @@ from gradwire.comm.world import World
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Link, Reducer
+from gradwire.errors import UsageError
 from gradwire.sync.autograd import GradientHooks, at_end_of_backward
 from gradwire.sync.buckets import (
     START_BUCKET_BYTES,
-    best_bucket_bytes,
     lay_out,
     nonfinite_grads,
     spec_of,
@@ -27,14 +26,11 @@ from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.contribution import Contribution
 from gradwire.sync.exchange import Agreement, Exchange
 from gradwire.sync.kept import GradientState, PendingState, WindowState
+from gradwire.sync.lending import Lending
+from gradwire.sync.sizing import Sizing
 from gradwire.sync.weighting import Weight, Weighting, Window
 
 Mode = Literal["sync", "withhold", "own", "local", "alone"]
-MEASURED_ROUND = 3  # the exchange after which the bucket size follows the measured backward time
-
-
-def _told(agreement: Agreement) -> Agreement:
-    return agreement
 
 
 class GradientSync:
@@ -74,7 +70,6 @@ class GradientSync:
         self._weighting = weighting
         self._buffers = buffers
         self._sparse = sparse
-        self._link = link
         self._mode: Mode | None = None
         self._window = Window()
         self._mine = Contribution(self._names, sparse)
@@ -85,7 +80,14 @@ class GradientSync:
         self._arrived: set[int] = set()
         self._held: dict[int, Tensor] = {}
         self._pending: dict[int, Tensor] = {}
-        self._better_bucket_bytes: int | None = None
+        self._lending = Lending()
+        self._sizing = Sizing(
+            exchange,
+            reducer,
+            link,
+            total_bytes=sum(param.nbytes for index, param in enumerate(self._params) if index not in sparse),
+            fixed=bool(plan.bucket_bytes or world.size == 1 or policy.delay),
+        )
         self.rounds = 0
         self.steps = 0
         self.nonfinite: tuple[str, ...] = ()
@@ -119,14 +121,15 @@ class GradientSync:
     def _begin(self, *, idle: bool = False) -> None:
         self.rounds += 1
         self.nonfinite = ()
-        if self._better_bucket_bytes is not None:
-            self._rebuild(self._better_bucket_bytes)
         weight = self._weighting.begin()
         self._began_s = time.monotonic()
         self._window.begin(weight, idle=idle)
         self._mode = self._choose_mode(weight)
         if self._mode == "alone":
             return
+        self._lending.call_in(self._params)
+        if self._mode == "sync" and self._sizing.wanted is not None:
+            self._rebuild(self._sizing.wanted)
         if not self._sets:
             self._allocate()
         self._mine.views = self._sets[self._exchange.current]
@@ -161,6 +164,8 @@ class GradientSync:
         if self._mode is None:
             at_end_of_backward(self._finish)
             self._begin()
+        if self._mode == "sync" and index in self._arrived:
+            self._refuse_second(index)
         if self._mode != "alone":
             self._set_aside(index)
 
@@ -203,9 +208,10 @@ class GradientSync:
         pending = self._pending.pop(index, None)
         if pending is not None:
             self._mine.add(index, pending, 1.0 / self._local_unit)
+        again = index in self._arrived
         self._arrived.add(index)
         self._mine.complete(index)
-        if index in self._sparse or not send:
+        if index in self._sparse or not send or again:
             return
         self._waiting[self._bucket_of[index]] -= 1
         while self._next_bucket < len(self._waiting) and not self._waiting[self._next_bucket]:
@@ -229,15 +235,41 @@ class GradientSync:
         samples = (micro.global_samples or 0) if micro else 0
         self._world.clock.trained(exchange_s=exchange_s, samples=samples)
 
-    def _exchange_rest(self, backward_s: float) -> float:
+    def abandon(self) -> None:
+        """The backward that runs ended in an exception which the script caught: all ranks skip that batch.
+
+        The exchange that it opened is brought to its end, so that the others do not wait for ever.
+        """
+        mode, self._mode = self._mode, None
+        self._weighting.end()
+        self._pending.clear()
+        self._held.clear()
+        if mode == "sync":
+            self._exchange_rest(0.0, failed=True)
+        elif mode in ("withhold", "own"):
+            self._mine.clear()
+        self._window.closed = self._window_ended = True
+        for param in self._params:
+            param.grad = None
+
+    def _refuse_second(self, index: int) -> None:
+        """A second gradient in one backward is added as long as the first has not been sent."""
+        if index not in self._sparse and self._bucket_of[index] < self._next_bucket:
+            raise UsageError(
+                f"{self._names[index]} got a second gradient in one backward after the first was sent. For a module inside "
+                "two reentrant checkpoints: torch.utils.checkpoint.checkpoint(..., use_reentrant=False). Or an earlier "
+                "backward ended in an exception that was caught: give gw.distribute the loader, then that batch is skipped"
+            )
+
+    def _exchange_rest(self, backward_s: float, *, failed: bool = False) -> float:
         self._arrive_rest(send=True)
         for index in sorted(self._sparse):
             self._exchange.rows(index, self._mine.rows(index), self._params[index])
         filled = self._exchange.current
-        self._sealed.append((self._exchange.seal(self._mine.present(), self._mine.nonfinite()), filled))
+        bad = ["backward raised an exception"] if failed else self._mine.nonfinite()
+        self._sealed.append((self._exchange.seal(self._mine.present(), bad), filled))
         blocked_s = self._collect()
-        if self.rounds == MEASURED_ROUND:
-            self._follow_measurement(backward_s)
+        self._sizing.exchanged(backward_s)
         return blocked_s
 
     def _arrive_rest(self, *, send: bool) -> None:
@@ -270,6 +302,8 @@ class GradientSync:
             grad = agreed.get(index)
             if grad is not None and held is not None:
                 grad = grad + held if grad.is_sparse else grad.add_(held)
+            if grad is not None and not grad.is_sparse:
+                grad = self._lending.lend(grad)
             param.grad = held if grad is None else grad
         self._mine.clear()
         self._local.clear()
@@ -279,24 +313,14 @@ class GradientSync:
         self._arrive_rest(send=False)
         self._deliver(self._mine.own_mean(self._window.share))
 
-    def _follow_measurement(self, backward_s: float) -> None:
-        """Once, all ranks alike: choose the bucket size from rank 0's link and backward time, for the next round."""
-        if self._plan.bucket_bytes or self._world.size == 1 or self._policy.delay or not self._exchange.stateless:
-            return
-        mine = [self._link.latency_s, self._link.bandwidth_bytes_per_s, backward_s]
-        latency_s, bandwidth, backward_s = self._exchange.measure(mine)
-        link = Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, num_ranks=self._world.size)
-        total = sum(param.nbytes for index, param in enumerate(self._params) if index not in self._sparse)
-        exchange_s = self._reducer.cost(total // 4, link) - latency_s
-        self._better_bucket_bytes = best_bucket_bytes(total, exchange_s, latency_s=latency_s, backward_s=backward_s)
-
     def _rebuild(self, bucket_bytes: int) -> None:
         """Once the step has used the old buckets' gradients, so that old and new ones never both take memory."""
-        self._better_bucket_bytes = None
+        self._sizing.wanted = None
+        kept = self._mine.take_out()
         self._sets.clear()
-        self._mine.views = {}
         self._exchange.build(())
         self._build(bucket_bytes)
+        self._mine.put_back(kept)
 
     # --- kept --------------------------------------------------------------------------------------------------------
 
@@ -305,12 +329,12 @@ class GradientSync:
         pending: list[PendingState] = []
         for place, (wait, filled) in enumerate(self._sealed):
             agreement = wait()
-            self._sealed[place] = (partial(_told, agreement), filled)
+            self._sealed[place] = (lambda told=agreement: told, filled)
             flats = [flat.clone() for flat in self._exchange.flats(filled)]
             pending.append(PendingState(used=list(agreement.used), rows=dict(agreement.rows), flats=flats))
         return GradientState(
             steps=self.steps,
-            rounds=self.rounds,
+            exchanges=self._sizing.exchanges,
             bucket_bytes=self.bucket_bytes,
             exchange_step=self._exchange.step,
             reducers=[dict(state) for state in self._exchange.states],
@@ -321,8 +345,7 @@ class GradientSync:
     def load(self, worlds: Sequence[GradientState], *, same: int | None) -> None:
         """Go on from what the ranks of an earlier world kept, by rank. same: this rank's place in one of the same size."""
         kept = worlds[0 if same is None else same]
-        self.steps, self.rounds = kept["steps"], kept["rounds"]
-        self._better_bucket_bytes = None
+        self.steps, self._sizing.exchanges, self._sizing.wanted = kept["steps"], kept["exchanges"], None
         self._build(kept["bucket_bytes"])
         self._allocate()
         self._exchange.step = kept["exchange_step"]
@@ -333,7 +356,7 @@ class GradientSync:
             for flat, value in zip(self._exchange.flats(number), pending["flats"], strict=True):
                 flat.copy_(value)
             agreement = Agreement(used=tuple(pending["used"]), nonfinite=(), rows=pending["rows"])
-            self._sealed.append((partial(_told, agreement), number))
+            self._sealed.append((lambda told=agreement: told, number))
         self._exchange.fill(len(self._sealed))
         self._load_window([world["window"] for world in worlds], same=same)
 
@@ -361,6 +384,11 @@ class GradientSync:
     def stepping(self) -> None:
         """The optimizer steps now."""
         self._weighting.settle()
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward has begun and not come to its end: asked outside of one, an exception ended it."""
+        return self._mode is not None
 
     def stepped(self) -> int | None:
         """It has stepped. Returns the step's number if a window has ended with it, else None."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class GradientState(TypedDict):
     """What one rank keeps of its `GradientSync`."""
 
     steps: int
-    rounds: int
+    exchanges: int
     bucket_bytes: int
     exchange_step: int
     reducers: list[dict[str, Tensor]]
@@ -135,6 +135,7 @@ class Distributed:
         if not states:
             raise UsageError("load_state_dict: no state given; give this rank's own, or those of all ranks")
         for state in states:
+            _require_state(state)
             if state["sync"] != self._sync:
                 raise MismatchError(f"the state was kept under sync {state['sync']}, this plan says {self._sync}")
             if state["parameters"] != self._names:
@@ -147,3 +148,14 @@ class Distributed:
                 f"give the states of all {size} ranks"
             )
         return worlds
+
+
+def _require_state(state: object) -> None:
+    names = set(SyncState.__annotations__)
+    found = set(state) if isinstance(state, Mapping) else set[str]()
+    if not names <= found:
+        missing = ", ".join(sorted(names - found))
+        raise UsageError(
+            f"load_state_dict: this is not what state_dict() of gw.distribute's result gave (it lacks {missing}); the "
+            "model's and the optimizer's states go to their own load_state_dict"
+        )

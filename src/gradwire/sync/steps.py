@@ -31,7 +31,8 @@ class StepHooks:
     def attach(self, optimizers: Sequence[Optimizer]) -> list[Remove]:
         """Returns how to remove each hook."""
         removes = [self._attach_before(each) for each in optimizers]
-        return [*removes, optimizers[0].register_step_post_hook(lambda *_: self._after()).remove]
+        removes.append(optimizers[0].register_step_post_hook(lambda *_: self._after()).remove)
+        return [*removes, self._world.at_turn_end(self._turn_ended)]
 
     def _attach_before(self, optimizer: Optimizer) -> Remove:
         seen = self._gradients.rounds
@@ -41,6 +42,8 @@ class StepHooks:
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
             nonlocal seen
             _refuse_new_parameters(self._parts.frozen)
+            if self._gradients.running:
+                self._gradients.abandon()
             closure = next((value for value in (*args[1:], kwargs.get("closure")) if callable(value)), None)
             if closure is None and self._gradients.rounds == seen and self._world.size > 1:
                 self._gradients.take_part()
@@ -88,11 +91,22 @@ class StepHooks:
             for param in param_group["params"]:
                 param.grad = None
 
+    def _turn_ended(self) -> None:
+        """The loop goes on. If no step came, a scaler skipped it, or backward raised and the script goes on without the batch."""
+        if self._gradients.running:
+            self._gradients.abandon()
+            if self._gradients.nonfinite:
+                self._world.log(f"gradwire: step {self._world.step} skipped: {_few(self._gradients.nonfinite)}")
+        self._count_step()
+
     def _after(self) -> None:
+        self._count_step()
+        self._world.stepped()
+
+    def _count_step(self) -> None:
         step = self._gradients.stepped()
         if step is not None and self._parameters is not None:
             self._agree_parameters(step, self._parameters)
-        self._world.stepped()
 
     def _agree_parameters(self, step: int, parameters: ParameterSync) -> None:
         policy, count = self._parts.policy, self._gradients.count
