@@ -171,6 +171,9 @@ def test_only_groups_that_all_ranks_have_are_stamped() -> None:
         def complete(self, group: str) -> None:
             return
 
+        def forget(self, group: str) -> None:
+            return
+
         def verdict(self, wait_s: float) -> None:
             return None
 

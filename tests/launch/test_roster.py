@@ -236,13 +236,33 @@ def test_slow_steps_raise_the_limit():
     assert len(job.of(Warn)) == 1
 
 
-def test_a_collective_that_everybody_entered_and_nobody_leaves_names_the_link():
-    job = Clocked(2)
+@pytest.mark.parametrize(
+    ("hosts", "words"), [(1, "do all take the same path"), (2, "link between ranks 0 and 1 is cut")]
+)
+def test_a_collective_that_everybody_entered_and_nobody_leaves_names_the_likely_cause(hosts, words):
+    job = Clocked(2, timeout_s=20)
+    job.roster.placed(1, f"host{hosts}" if hosts > 1 else "host", 1001)
     job.at(0, seq=3, waits=True)
     job.at(1, seq=3, waits=True)
     job.run(7)
     (warning,) = job.of(Warn)
-    assert "every rank has entered all_reduce #3" in warning.text and "cut or very slow" in warning.text
+    assert "every rank has entered all_reduce #3" in warning.text and words in warning.text
+    assert ("cut or very slow" in warning.text) is (hosts > 1)
+    job.run(15)
+    (stop,) = job.of(Stop)
+    assert ("same path" in stop.verdict.cure) is (hosts == 1)
+
+
+def test_a_stopped_ranks_step_is_the_jobs_latest_and_called_so():
+    job = Clocked(2)
+    job.at(1, seq=56, step=40)
+    job.silent.add(1)
+    job.roster.suspended(1, True)
+    job.at(0, seq=57, step=49, waits=True)
+    job.run(7)
+    (warning,) = job.of(Warn)
+    assert "is missing from all_reduce #57 of data/gradients at about step 49; rank 0" in warning.text
+    assert "waits there at step 49" in warning.text
 
 
 def test_who_waits_elsewhere_is_not_the_culprit():

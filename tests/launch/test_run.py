@@ -124,6 +124,14 @@ def test_a_signal_to_the_launcher_ends_every_worker(launch, number, code, within
     assert job.err().startswith(f"gradwire: {number.name}: ending 2 workers")
 
 
+def test_a_signal_is_told_once_although_the_workers_end_one_by_one(launch):
+    job = launch("try: time.sleep(60)\nexcept KeyboardInterrupt: time.sleep(0.3 * rank); os._exit(0)", "-n", "4")
+    job.pids(4)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(10) == 130
+    assert [line for line in job.err().splitlines() if "ending" in line] == ["gradwire: SIGINT: ending 4 workers"]
+
+
 def test_no_worker_outlives_a_killed_launcher(launch):
     job = launch("import time\nwhile True: time.sleep(0.1)", "-n", "2")
     pids = job.pids(2)

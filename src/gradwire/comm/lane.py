@@ -34,6 +34,21 @@ class Lane:
 
     def marker(self) -> Callable[[], None]:
         """A function that waits until every task submitted before now has ended, and raises the first error among them."""
+        passed = self._passed()
+
+        def wait() -> None:
+            passed()
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+        return wait
+
+    def settle(self) -> None:
+        """Wait until every task submitted so far has ended; an error is left to whoever drains next."""
+        self._passed()()
+
+    def _passed(self) -> Callable[[], None]:
         if self._thread is None:
             return lambda: None
         passed = threading.Event()
@@ -44,9 +59,6 @@ class Lane:
         def wait() -> None:
             passed.wait()
             self._markers.discard(mark)
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
 
         return wait
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.group import Group, Op
-from gradwire.errors import PeerError
+from gradwire.errors import GradwireError, LaunchError, PeerError, UsageError
 from gradwire.launch.verdict import Verdict
 
 VERDICT_WAIT_S = 3.0
@@ -27,6 +30,10 @@ class Watch(Protocol):
         """It ended."""
         ...
 
+    def forget(self, group: str) -> None:
+        """This rank has closed the group."""
+        ...
+
     def verdict(self, wait_s: float) -> Verdict | None:
         """The coordinator's word on who failed, waited for at most ``wait_s``."""
         ...
@@ -39,6 +46,9 @@ class NoWatch:
         return
 
     def complete(self, group: str) -> None:
+        return
+
+    def forget(self, group: str) -> None:
         return
 
     def verdict(self, wait_s: float) -> Verdict | None:
@@ -57,12 +67,21 @@ class Unstamped:
     def complete(self, group: str) -> None:
         return
 
+    def forget(self, group: str) -> None:
+        return
+
     def verdict(self, wait_s: float) -> Verdict | None:
         return self._watch.verdict(wait_s)
 
 
-def blame(error: RuntimeError, watch: Watch, here: str) -> PeerError:
+def blame(error: RuntimeError, watch: Watch, here: str) -> GradwireError:
     """The error that names who failed, for a rank that only met a broken connection. here: what this rank was doing."""
+    if os.strerror(errno.EMFILE) in str(error):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return LaunchError(
+            f"{here} when its process had no file descriptor left, of the {limit} it may have; start the job after "
+            f"'ulimit -n {max(4 * limit, 65536)}', and close files and connections that are not needed any more"
+        )
     verdict = watch.verdict(VERDICT_WAIT_S)
     if verdict is None:
         return PeerError(f"{here} when its connection broke, and nobody said why: {str(error).splitlines()[0]}")
@@ -73,7 +92,7 @@ class TracedGroup:
     """Wraps a group; adds two attribute writes to a collective. name: the one it is stamped under, default its own."""
 
     def __init__(self, inner: Group, watch: Watch, *, where: str, name: str | None = None) -> None:
-        self._inner = inner
+        self._inner: Group | None = inner
         self._watch = watch
         self._where = where
         self._seq = 0
@@ -82,6 +101,15 @@ class TracedGroup:
         self.size = inner.size
         self.levels = inner.levels
         self.sums_in_rank_order = inner.sums_in_rank_order
+
+    def close(self) -> None:
+        """Let go of the connections and the memory, whoever still holds this object; no collective may be on its way."""
+        levels, self.levels = self.levels, None
+        for level in () if levels is None else (levels.inside, levels.between):
+            if isinstance(level, TracedGroup):
+                level.close()
+        self._inner = None
+        self._watch.forget(self.name)
 
     def _stamped(self, op: str) -> AbstractContextManager[None]:
         self._seq += 1
@@ -97,17 +125,23 @@ class TracedGroup:
         finally:
             self._watch.complete(self.name)
 
+    @property
+    def _live(self) -> Group:
+        if self._inner is None:
+            raise UsageError(f"{self.name} is closed: its model was given to gw.distribute again, or is gone")
+        return self._inner
+
     def new_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         with self._stamped("new_zeros"):  # memory that ranks share is made together
-            return self._inner.new_zeros(numel, dtype, device)
+            return self._live.new_zeros(numel, dtype, device)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         with self._stamped("all_reduce"):
-            return self._inner.all_reduce(tensor, op)
+            return self._live.all_reduce(tensor, op)
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         with self._stamped("all_reduce"):
-            pending = self._inner.begin_all_reduce(tensor)
+            pending = self._live.begin_all_reduce(tensor)
         seq = self._seq
 
         def wait() -> Tensor:
@@ -118,28 +152,28 @@ class TracedGroup:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         with self._stamped("all_gather"):
-            return self._inner.all_gather(tensor)
+            return self._live.all_gather(tensor)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         with self._stamped("reduce_scatter"):
-            return self._inner.reduce_scatter(tensor)
+            return self._live.reduce_scatter(tensor)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         with self._stamped("broadcast"):
-            return self._inner.broadcast(tensor, src)
+            return self._live.broadcast(tensor, src)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         with self._stamped("all_to_all"):
-            return self._inner.all_to_all(tensor)
+            return self._live.all_to_all(tensor)
 
     def send(self, tensor: Tensor, dst: int) -> None:
         with self._stamped("send"):
-            self._inner.send(tensor, dst)
+            self._live.send(tensor, dst)
 
     def recv(self, tensor: Tensor, src: int) -> Tensor:
         with self._stamped("recv"):
-            return self._inner.recv(tensor, src)
+            return self._live.recv(tensor, src)
 
     def barrier(self) -> None:
         with self._stamped("barrier"):
-            self._inner.barrier()
+            self._live.barrier()

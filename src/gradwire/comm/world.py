@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -28,6 +30,23 @@ from gradwire.launch.environment import read_environment
 Number = TypeVar("Number", int, float, Tensor)
 
 _CURRENT: ContextVar[World | None] = ContextVar("gradwire_world", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attachment:
+    """A distributed model. detach: removes the hooks. groups: opened for it alone, by name.
+
+    owners: its optimizers and the modules with its parameters; once none of them lives, nobody can train it any more.
+    """
+
+    detach: Callable[[], None]
+    groups: tuple[str, ...]
+    owners: tuple[ref[object], ...]
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether it can be let go of."""
+        return not any(owner() is not None for owner in self.owners)
 
 
 class World:
@@ -56,7 +75,7 @@ class World:
         self._groups: dict[str, Group] = {}
         self._hosts: Hosts | None = None
         self._lanes: dict[str, Lane] = {}
-        self._attachments: dict[int, Callable[[], None]] = {}
+        self._attachments: dict[int, Attachment] = {}
         self._turn_hooks: dict[object, Callable[[], None]] = {}
         self._serial = 0
         self._closed = False
@@ -130,12 +149,31 @@ class World:
         for hook in list(self._turn_hooks.values()):
             hook()
 
-    def replace_attachment(self, key: int, detach: Callable[[], None]) -> None:
-        """Remember how to let go of a distributed model; lets go of what the key held before."""
-        earlier = self._attachments.get(key)
-        if earlier is not None:
-            earlier()
-        self._attachments[key] = detach
+    def settle(self) -> None:
+        """Wait until the lanes are idle: nothing of this rank is on its way."""
+        for lane in self._lanes.values():
+            lane.settle()
+
+    def replace_attachment(self, key: int, attachment: Attachment) -> None:
+        """Remember a distributed model; lets go of what the key held before, and of those that nobody can train any more.
+
+        All ranks must have settled. What a rank lets go of it closes alone: the others may find a model gone at another
+        time, and names are never used again.
+        """
+        for each, held in list(self._attachments.items()):
+            if each == key or held.abandoned:
+                del self._attachments[each]
+                held.detach()
+                self._close_groups(held.groups)
+        self._attachments[key] = attachment
+
+    def _close_groups(self, names: Sequence[str]) -> None:
+        for name in names:
+            lane, group = self._lanes.pop(name, None), self._groups.pop(name, None)
+            if lane is not None:
+                lane.close()
+            if isinstance(group, TracedGroup):
+                group.close()
 
     def log(self, *words: object) -> None:
         """Print on rank 0."""
@@ -161,8 +199,8 @@ class World:
         if self._closed:
             return
         self._closed = True
-        for detach in self._attachments.values():
-            detach()
+        for attachment in self._attachments.values():
+            attachment.detach()
         self._meeting.leave(reason, exit_code)
         self._release()
 

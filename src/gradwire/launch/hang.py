@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gradwire.launch.verdict import Frame, at_step, number_list, who
 
-__all__ = ["Hang", "Member", "Waiting", "find_hangs"]
+__all__ = ["Hang", "Member", "Waiting", "about_step", "find_hangs"]
+
+STALE_S = 1.0  # five beats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,11 @@ class Member:
         """Neither gone nor left."""
         return not self.gone and self.left_at is None
 
+    def at_step(self, members: Mapping[int, Member], now: float) -> str:
+        """` at step 12`; ` at about step 12` where its last beat is old."""
+        stale = self.suspended or (self.heard_at is not None and now - self.heard_at > STALE_S)
+        return about_step(self, members) if stale else at_step(self.step)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
@@ -63,23 +70,51 @@ class Hang:
     waiter: int | None = None
     waiting: Waiting | None = None
 
-    def headline(self, members: dict[int, Member], now: float) -> str:
+    def headline(self, members: Mapping[int, Member], now: float) -> str:
         """One line: who, where, what they miss, and for how long."""
         if self.waiting is None:
             silent = members[self.culprits[0]]
-            return f"{silent.who} has not been heard of for {now - self.since:.1f} s{at_step(silent.step)}"
+            return f"{silent.who} has not been heard of for {now - self.since:.1f} s{silent.at_step(members, now)}"
         what = f"{self.waiting.op} #{self.waiting.seq} of {self.waiting.group}"
         waiter = members[self.waiter if self.waiter is not None else 0]
         if not self.culprits:
             return (
-                f"every rank has entered {what}{at_step(waiter.step)} but it has not ended for "
-                f"{now - self.since:.1f} s: a link between {number_list(list(members))} is cut or very slow"
+                f"every rank has entered {what}{waiter.at_step(members, now)} but it has not ended for "
+                f"{now - self.since:.1f} s: {_stuck(members)}"
             )
         names = ", ".join(members[rank].who for rank in self.culprits)
         verb = "is" if len(self.culprits) == 1 else "are"
-        step = at_step(members[self.culprits[0]].step)
-        waited = f"{waiter.who} waits there{at_step(waiter.step)} since {now - self.waiting.since:.1f} s"
+        step = members[self.culprits[0]].at_step(members, now)
+        waited = f"{waiter.who} waits there{waiter.at_step(members, now)} since {now - self.waiting.since:.1f} s"
         return f"{names} {verb} missing from {what}{step}; {waited}"
+
+    def cure(self, members: Mapping[int, Member]) -> str:
+        """What to do once the job has ended for it."""
+        if self.culprits:
+            return "cure: see where the missing rank is; if so long a wait is meant, raise --timeout"
+        if _one_host(members):
+            return "cure: let all ranks take the same path through the program: the same models, batches and gw calls"
+        return "cure: see whether the hosts reach one another (firewall, cables, MTU)"
+
+
+def about_step(member: Member, members: Mapping[int, Member]) -> str:
+    """Where a rank is that cannot say so: its last beat may be old, so the job's latest step counts too."""
+    if member.step is None:
+        return ""
+    return f" at about step {max(other.step or 0 for other in members.values())}"
+
+
+def _one_host(members: Mapping[int, Member]) -> bool:
+    return len({member.host for member in members.values()}) == 1
+
+
+def _stuck(members: Mapping[int, Member]) -> str:
+    if _one_host(members):
+        return (
+            "the ranks are on one host, so their collectives do not match, or one of them is stuck inside it; "
+            "do all take the same path through the program?"
+        )
+    return f"a link between {number_list(list(members))} is cut or very slow"
 
 
 def find_hangs(members: dict[int, Member], now: float, *, hang_s: float, silent_s: float) -> list[Hang]:

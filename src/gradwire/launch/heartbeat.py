@@ -77,6 +77,11 @@ class Heartbeat:
             if group in self._groups:
                 self._groups[group].since = None
 
+    def forget(self, group: str) -> None:
+        """This rank has closed `group`: beats need not tell of it any more."""
+        with self._lock:
+            self._groups.pop(group, None)
+
     def fail(self, text: str, *, victim: bool = False) -> bool:
         """Say that an exception is about to end this rank: its traceback, and whether it only met another's failure.
 

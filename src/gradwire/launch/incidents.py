@@ -59,7 +59,7 @@ class Incidents:
                     host=member.host,
                     step=member.step,
                     headline=f"{hang.headline(self._members, now)} (timeout {self._timeout_s:g} s)",
-                    cure="cure: see where the missing rank is; if so long a wait is meant, raise --timeout",
+                    cure=hang.cure(self._members),
                     detail="\n".join(self._where(rank, now) for rank in hang.culprits),
                 )
         return None

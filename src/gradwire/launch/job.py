@@ -97,6 +97,7 @@ class _Run:
         stack.callback(lambda: self._workers.signal(signal.SIGKILL))
         self._verdict: Verdict | None = None
         self._done = False
+        self._heeded = 0  # ending signals
         self._looked_at = 0.0
         self._steps: list[tuple[float, Callable[[], None]]] = []
 
@@ -219,7 +220,8 @@ class _Run:
     def _signalled(self) -> None:
         self._signals.clear()
         received = self._signals.received
-        if not received:
+        heeded, self._heeded = self._heeded, len(received)
+        if heeded == len(received):
             return  # SIGCHLD: the loop reaps
         if len(received) > 1:
             self._end(0.0, signal.SIGKILL, 0.0)

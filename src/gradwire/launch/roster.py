@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradwire.launch.actions import Action, Beat, Done, Refuse, Release, Stop
-from gradwire.launch.hang import Member, Waiting
+from gradwire.launch.hang import Member, Waiting, about_step
 from gradwire.launch.incidents import Incidents
 from gradwire.launch.verdict import Exit, Verdict, at_step, last_line, stack_text
 
@@ -104,7 +104,7 @@ class Roster:
         member = self._gone(rank)
         if rank in self._exited or member.left_at is not None:
             return self.tick(now)
-        what = f"ended without a word{self._about_step(member)} (killed, os._exit, or its host is gone)"
+        what = f"ended without a word{about_step(member, self.members)} (killed, os._exit, or its host is gone)"
         suspicion = _Suspicion(
             weight=FAILED,
             at=now,
@@ -125,16 +125,10 @@ class Roster:
             return self.leave(rank, "exit code 0", now)
         killed = exit.code < 0 and -exit.code not in MAYBE_VICTIM_SIGNALS
         at = now if known is None else known.at
-        what = exit.describe(self._about_step(member))
+        what = exit.describe(about_step(member, self.members))
         weight, due = (KILLED, now) if killed else (FAILED, now + CODE_WAIT_S)
         suspicion = _Suspicion(weight=weight, at=at, due=due, verdict=lambda: self._ended(rank, what, exit))
         return self._suspect(rank, suspicion, now)
-
-    def _about_step(self, member: Member) -> str:
-        """Where a rank died that could not say so: its last beat may be old, so the job's latest step counts too."""
-        if member.step is None:
-            return ""
-        return f" at about step {max(other.step or 0 for other in self.members.values())}"
 
     def node_lost(self, ranks: Sequence[int], what: str, now: float, *, exit_code: int = 1) -> list[Action]:
         """The launcher of some ranks is gone; `what` says which and how. Ranks that have exited do not count."""

@@ -28,9 +28,13 @@ class SyncBatchNorm(_BatchNorm):
         self.weight, self.bias = layer.weight, layer.bias
         self.running_mean, self.running_var = layer.running_mean, layer.running_var
         self.num_batches_tracked = layer.num_batches_tracked
+        self.join(group, weighting)
+        self.train(layer.training)
+
+    def join(self, group: Group, weighting: Weighting) -> None:
+        """Synchronise with ``group`` from now on."""
         self._group = group
         self._weighting = weighting
-        self.train(layer.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -57,18 +61,30 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), rate)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def synchronise_batch_norm(model: nn.Module, group: Group, weighting: Weighting) -> int:
-    """Replace every BatchNorm inside ``model`` by `SyncBatchNorm`, keeping parameters and names; returns how many."""
+def has_synchronised(model: nn.Module) -> bool:
+    """Whether an earlier ``gw.distribute`` has replaced layers of ``model``."""
+    return any(isinstance(module, SyncBatchNorm) for module in model.modules())
+
+
+def synchronise_batch_norm(model: nn.Module, group: Group, weighting: Weighting, *, new: bool = True) -> None:
+    """Replace every BatchNorm inside ``model`` by `SyncBatchNorm`, keeping parameters and names, if ``new``.
+
+    Those that were replaced before, whose group is closed when the model is distributed again, join ``group``.
+    """
+    for module in model.modules():
+        if isinstance(module, SyncBatchNorm):
+            module.join(group, weighting)
+    if not new:
+        return
     swaps = [
         (parent, name, layer)
         for parent in model.modules()
         for name, layer in parent.named_children()
         if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
     ]
-    new: dict[int, SyncBatchNorm] = {}
+    made: dict[int, SyncBatchNorm] = {}
     for parent, name, layer in swaps:
-        setattr(parent, name, new.setdefault(id(layer), SyncBatchNorm(layer, group, weighting)))
-    return len(swaps)
+        setattr(parent, name, made.setdefault(id(layer), SyncBatchNorm(layer, group, weighting)))
 
 
 class _Normalise(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,20 @@ from gradwire.core.group import Group
 BROADCAST_BYTES = 32 << 20
 
 
-@dataclass(frozen=True)
 class _Place:
-    """A buffer's place; the tensor itself may be replaced by the model's code."""
+    """A buffer's place; the tensor itself may be replaced by the model's code. Does not keep the module alive."""
 
-    module: nn.Module
-    name: str
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = ref(module)
+        self._name = name
+        self._last = module.get_buffer(name)
 
     @property
     def tensor(self) -> Tensor:
-        return self.module.get_buffer(self.name)
+        module = self._module()
+        if module is not None:
+            self._last = module.get_buffer(self._name)
+        return self._last
 
 
 class BufferExchange:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.comm.world import current
+from gradwire.comm.world import Attachment, current
 from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan, Sync
 from gradwire.errors import UsageError
@@ -37,7 +38,8 @@ def distribute(
     sync: how and when the ranks agree, in place of the plan's: ``"q4"``, a reducer, or a policy (`gw.Plan`).
 
     Afterwards ``.grad`` holds the mean over all ranks' samples when ``backward()`` returns. Calling it again on the same
-    model replaces the earlier call (after unfreezing a layer, say). What it returns is only needed to save and resume.
+    model replaces the earlier call (after unfreezing a layer, say). What a model needed is closed by the first call after
+    the model and its optimizers are gone. What it returns is only needed to save and resume.
 
     Raises UsageError for wrong arguments, PlanError for a plan this world cannot run, MismatchError if the ranks'
     models, plans, data or versions differ.
@@ -60,6 +62,7 @@ def distribute(
     plan = plan if sync is None else replace(plan, sync=sync)
     plan.check(world.size)
     policy = policy_of(plan.sync) if world.size > 1 else policy_of(plan.sync).alone()
+    world.settle()
     channels = open_channels(world, policy)
     group = channels.lanes[0]
     compare(facts_of(model, plan, loader, [type(each).__name__ for each in optimizers]), group, world.device)
@@ -76,9 +79,16 @@ def distribute(
             remove()
         gradients.close()
 
-    world.replace_attachment(id(model), detach)
+    attachment = Attachment(detach=detach, groups=tuple(parts.group_names), owners=_owners(model, optimizers))
+    world.replace_attachment(id(model), attachment)
     names = [name for name, _ in parts.trained]
     return Distributed(world, names=names, sync=str(plan.sync), gradients=gradients, parameters=parameters)
+
+
+def _owners(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[ref[object], ...]:
+    """Without whom it cannot be trained; ``model`` itself may be a list of others made on the way."""
+    modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    return tuple(ref(owner) for owner in (*modules, *optimizers))
 
 
 @contextmanager

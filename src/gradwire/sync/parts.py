@@ -18,7 +18,7 @@ from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Link, Reducer
-from gradwire.sync.batchnorm import synchronise_batch_norm
+from gradwire.sync.batchnorm import has_synchronised, synchronise_batch_norm
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.exchange import Exchange
 from gradwire.sync.fingerprint import plain_name
@@ -36,6 +36,11 @@ class Channels:
 
     lanes: tuple[Group, ...]
     buffers: Group
+
+    @property
+    def names(self) -> list[str]:
+        """Of all these groups."""
+        return [group.name for group in (*self.lanes, self.buffers)]
 
 
 def open_channels(world: World, policy: SyncPolicy) -> Channels:
@@ -68,9 +73,12 @@ class Parts:
         self._reducer = _on_levels(policy.reducer or AllReduce(), channels.lanes[0])
         self._routes = [(group, world.lane(group.name)) for group in channels.lanes]
         self.weighting = Weighting(world, loader, spans_batches=policy.spans_batches)
-        if plan.batch_norm == "sync" and world.size > 1:
-            channel = f"batchnorm{world.next_serial()}"
-            synchronise_batch_norm(model, world.group("data", channel=channel), self.weighting)
+        self.group_names = channels.names
+        new_norms = plan.batch_norm == "sync" and world.size > 1
+        if new_norms or has_synchronised(model):
+            group = world.group("data", channel=f"batchnorm{world.next_serial()}")
+            self.group_names.append(group.name)
+            synchronise_batch_norm(model, group, self.weighting, new=new_norms)
         named = [(plain_name(name), param) for name, param in model.named_parameters()]
         self.trained = [(name, param) for name, param in named if param.requires_grad]
         self.frozen = [(name, param) for name, param in named if not param.requires_grad]
