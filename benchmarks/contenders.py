@@ -88,6 +88,12 @@ CONTENDERS = {
         _gradwire("q4", "q4", FOUR_BITS),
         _gradwire("lowrank-r16", "lowrank:rank=16", None, window=2),
         _gradwire(f"q4-h{EVERY}", f"local:every={EVERY},codec=q4,{NO_EXACT_STEPS}", FOUR_BITS / EVERY, window=EVERY),
+        _gradwire(
+            f"q4-h{EVERY}-late",
+            f"local:every={EVERY},codec=q4,late={EVERY - 2},{NO_EXACT_STEPS}",
+            FOUR_BITS / EVERY,
+            window=EVERY,
+        ),
         _gradwire(f"exact-h{EVERY}", f"local:every={EVERY},{NO_EXACT_STEPS}", FP32 / EVERY, window=EVERY),
         _gradwire("delayed-q4", "delayed:codec=q4", FOUR_BITS),
         _no_network("alone", 1, "one process, nobody beside it"),

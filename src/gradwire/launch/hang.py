@@ -111,8 +111,8 @@ def _one_host(members: Mapping[int, Member]) -> bool:
 def _stuck(members: Mapping[int, Member]) -> str:
     if _one_host(members):
         return (
-            "the ranks are on one host, so their collectives do not match, or one of them is stuck inside it; "
-            "do all take the same path through the program?"
+            "the ranks are on one host (or hosts of one name), so their collectives do not match, or one of them is stuck "
+            "inside it; do all take the same path through the program?"
         )
     return f"a link between {number_list(list(members))} is cut or very slow"
 
