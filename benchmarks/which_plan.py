@@ -34,8 +34,8 @@ COSTS = {  # from the most exact to the least
     "lowrank-r16": "sends one factor of a rank-16 product a step; keeps what was lost (one more copy of the gradients)",
     "delayed-q4": "as q4, and every step uses the gradient of the batch before; the last batch's is never used",
     "exact-h8": "ranks differ between agreements; one more copy of the weights and a velocity",
-    "q4-h8-late": "as q4-h8, what was agreed is taken six steps later; one more copy of the weights",
     "q4-h8": "ranks differ between agreements; one more copy of the weights, a velocity, and what was lost",
+    "q4-h8-late": "as q4-h8, what was agreed is taken six steps later; one more copy of the weights",
 }
 PLANS = {name: CONTENDERS[name] for name in COSTS}
 
