@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tests that don't mind company run two at a time; those of faults and processes have the machine to themselves.
+CALM := tests/conformance tests/compress tests/sync tests/data
 FAST := not slow and not lab and not gpu
 
 .DEFAULT_GOAL := help
@@ -29,7 +31,8 @@ demo: $(READY)  ## train on two workers, then on one, and compare the weights (u
 	@$(BIN)/python examples/compare.py build/demo/two.pt build/demo/one.pt
 
 test: $(READY)  ## the fast tests (a few minutes)
-	$(BIN)/python -m pytest -q -m "$(FAST)"
+	$(BIN)/python -m pytest -q -m "$(FAST)" -n 2 $(CALM)
+	$(BIN)/python -m pytest -q -m "$(FAST)" $(CALM:%=--ignore=%)
 
 check: $(READY) ## lint, format, types, and every example in the documentation
 	$(BIN)/ruff check .
