@@ -14,7 +14,8 @@ FLOAT32_BYTES = 4.0
 NOTES = (
     "Median over the repetitions (lowest-highest). A ratio is taken within each repetition, whose variants run one",
     "after the other; below 1 is faster than the baseline. One pinned core and one torch thread a rank. Peak:",
-    "resident memory of the larger rank, shared pages by share. The formula for bytes is 2(n-1)/n x 4 x parameters, headers not included.",
+    "resident memory of the larger rank, shared pages by share. The formula for bytes is 2(n-1)/n x 4 x parameters,",
+    "headers not included.",
 )
 
 
