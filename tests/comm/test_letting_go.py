@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as gw
-from gradwire.comm.traced import NoWatch, blame
+from gradwire.comm.traced import Unstamped, blame
 from gradwire.comm.world import World
 from gradwire.testing import run_ranks
 
@@ -155,7 +155,9 @@ def test_a_closed_group_says_why_it_is() -> None:
 
 
 def test_too_many_open_files_names_the_limit_and_the_cure() -> None:
-    error = blame(RuntimeError("epoll_create: Too many open files"), NoWatch(), "rank 0 on here was opening data/main")
+    error = blame(
+        RuntimeError("epoll_create: Too many open files"), Unstamped(), "rank 0 on here was opening data/main"
+    )
     assert isinstance(error, gw.LaunchError)
     assert "rank 0 on here was opening data/main when its process had no file descriptor left" in str(error)
     assert "ulimit -n" in str(error)

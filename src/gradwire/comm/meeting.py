@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from gradwire.comm.traced import NoWatch, Watch, blame
+from gradwire.comm.traced import Unstamped, Watch, blame
 from gradwire.comm.wake import open_sockets, shut_sockets
 from gradwire.errors import LaunchError
 from gradwire.launch.coordinator import Coordinator
@@ -48,7 +48,7 @@ class Meeting:
     @property
     def watch(self) -> Watch:
         """Who hears of every collective."""
-        return self.heartbeat or NoWatch()
+        return self.heartbeat or Unstamped()
 
     def at_step(self, step: int, step_s: float) -> None:
         """Tell where the loop is."""
@@ -93,7 +93,7 @@ def meet(environment: Environment, device: torch.device) -> Meeting:
         heartbeat.on_stop(lambda: shut_sockets(keep=before))
         opened = _open_default_group(environment, store, device)
     except RuntimeError as error:  # a peer died before all had met
-        raise blame(error, heartbeat or NoWatch(), f"rank {environment.rank} was meeting the others") from error
+        raise blame(error, heartbeat or Unstamped(), f"rank {environment.rank} was meeting the others") from error
     return Meeting(
         rank=environment.rank,
         size=environment.world_size,

@@ -39,26 +39,13 @@ class Watch(Protocol):
         ...
 
 
-class NoWatch:
-    """Nobody watches: a world of one, or ranks that are threads."""
-
-    def arrive(self, group: str, op: str, seq: int) -> None:
-        return
-
-    def complete(self, group: str) -> None:
-        return
-
-    def forget(self, group: str) -> None:
-        return
-
-    def verdict(self, wait_s: float) -> Verdict | None:
-        return None
-
-
 class Unstamped:
-    """Asks ``watch`` for verdicts but tells it nothing: for a group of some ranks, in which the others are not missing."""
+    """Tells nobody where this rank is, and asks ``watch``, if there is one, for verdicts.
 
-    def __init__(self, watch: Watch) -> None:
+    For ranks that nobody watches (threads, a world of one), and for a group of some ranks, in which the others are not missing.
+    """
+
+    def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch
 
     def arrive(self, group: str, op: str, seq: int) -> None:
@@ -71,7 +58,7 @@ class Unstamped:
         return
 
     def verdict(self, wait_s: float) -> Verdict | None:
-        return self._watch.verdict(wait_s)
+        return None if self._watch is None else self._watch.verdict(wait_s)
 
 
 def blame(error: RuntimeError, watch: Watch, here: str) -> GradwireError:

@@ -142,7 +142,11 @@ class World:
         """Call ``hook`` whenever a loop asks its loader for more, or has read it to the end. Returns how to stop that."""
         key = object()
         self._turn_hooks[key] = hook
-        return lambda: self._turn_hooks.pop(key, None) and None
+
+        def stop() -> None:
+            self._turn_hooks.pop(key, None)
+
+        return stop
 
     def turn_ended(self) -> None:
         """A loop is done with what its loader yielded."""

@@ -26,12 +26,13 @@ class Contribution:
         self._rows: dict[int, Tensor] = {}
         self._finite: list[tuple[str, Tensor | bool]] = []
         self._checked: dict[int, bool] = {}
+        self._failure: str | None = None
         self.views: dict[int, Tensor] = {}
 
     @property
     def empty(self) -> bool:
         """Nothing yet."""
-        return not self._filled and not self._rows
+        return not self._filled and not self._rows and self._failure is None
 
     def add(self, index: int, grad: Tensor, scale: float) -> None:
         """Add ``scale`` x ``grad``; a weight of 0 adds nothing, not even a NaN."""
@@ -69,8 +70,14 @@ class Contribution:
         """Which parameters have a gradient on this rank."""
         return [index in self._filled or index in self._rows for index in range(len(self._names))]
 
-    def nonfinite(self) -> list[str]:
-        """Which completed ones are NaN or infinite."""
+    def fail(self, why: str) -> None:
+        """It will never be whole: all ranks are to skip the window."""
+        self._failure = why
+
+    def bad(self) -> list[str]:
+        """Why it must not be used: which completed ones are NaN or infinite, or what made it fail. Usually nothing."""
+        if self._failure is not None:
+            return [self._failure]
         return [name for name, fine in self._finite if not fine]
 
     def rows(self, index: int) -> Tensor | None:
@@ -88,6 +95,7 @@ class Contribution:
         self._rows.clear()
         self._finite.clear()
         self._checked.clear()
+        self._failure = None
 
     def take_out(self) -> dict[int, Tensor]:
         """Copies of what is in the buckets, which are about to go."""

@@ -155,11 +155,6 @@ class GradientSync:
         whole = self._window.scale == 1.0 and (not self._window.relative or self._window.count == weight.count)
         return "alone" if self._world.size == 1 and whole and untouched else "sync"
 
-    @property
-    def _local_unit(self) -> float:
-        """Under ``no_sync``, ``.grad`` holds scale x this, so that equal weights leave autograd's own values (as DDP)."""
-        return 1.0 if self._window.relative else float(self._world.size)
-
     def _before(self, index: int) -> None:
         if self._mode is None:
             at_end_of_backward(self._finish)
@@ -194,7 +189,7 @@ class GradientSync:
             self._arrive(index, send=self._mode == "sync")
 
     def _keep_local(self, index: int, fresh: Tensor) -> None:
-        scale = self._window.scale * self._local_unit
+        scale = self._window.scale * self._window.local_unit(self._world.size)
         kept = self._pending.pop(index, None)
         if scale and scale != 1.0:
             fresh.mul_(scale)
@@ -207,7 +202,7 @@ class GradientSync:
     def _arrive(self, index: int, *, send: bool) -> None:
         pending = self._pending.pop(index, None)
         if pending is not None:
-            self._mine.add(index, pending, 1.0 / self._local_unit)
+            self._mine.add(index, pending, 1.0 / self._window.local_unit(self._world.size))
         again = index in self._arrived
         self._arrived.add(index)
         self._mine.complete(index)
@@ -219,8 +214,7 @@ class GradientSync:
             self._next_bucket += 1
 
     def _finish(self) -> None:
-        mode, self._mode = self._mode, None
-        self._weighting.end()
+        mode = self._end_round()
         backward_s = time.monotonic() - self._began_s
         micro = self._weighting.microbatch
         exchange_s = self._exchange_rest(backward_s) if mode == "sync" else 0.0
@@ -229,27 +223,33 @@ class GradientSync:
         if mode in ("own", "alone") and self._world.size > 1:  # a local step: the others need not know
             bad = nonfinite_grads(self._names, self._params)
             self.nonfinite = tuple(f"rank {self._world.rank}: {name}" for name in bad)
-        if mode in ("sync", "own", "alone"):
-            self._window.closed = True
-        self._window_ended |= micro is None or micro.last
         samples = (micro.global_samples or 0) if micro else 0
         self._world.clock.trained(exchange_s=exchange_s, samples=samples)
 
-    def abandon(self) -> None:
-        """The backward that runs ended in an exception which the script caught: all ranks skip that batch.
-
-        The exchange that it opened is brought to its end, so that the others do not wait for ever.
-        """
+    def _end_round(self) -> Mode | None:
         mode, self._mode = self._mode, None
         self._weighting.end()
+        micro = self._weighting.microbatch
+        self._window.closed |= mode in ("sync", "own", "alone")
+        self._window_ended |= micro is None or micro.last
+        return mode
+
+    def abandon(self) -> None:
+        """The backward that runs ended in an exception which the script caught: all ranks skip the whole window.
+
+        The exchange that it opened, or that its window comes to, is brought to its end, so that the others do not wait for
+        ever. A backward of this rank alone leaves what plain PyTorch leaves.
+        """
+        mode = self._end_round()
         self._pending.clear()
         self._held.clear()
+        if mode in ("sync", "withhold"):
+            self._mine.fail("backward raised an exception")
         if mode == "sync":
-            self._exchange_rest(0.0, failed=True)
-        elif mode in ("withhold", "own"):
+            self._exchange_rest(0.0)
+        elif mode == "own":
             self._mine.clear()
-        self._window.closed = self._window_ended = True
-        for param in self._params:
+        for param in self._params if mode in ("sync", "withhold", "own") else ():
             param.grad = None
 
     def _refuse_second(self, index: int) -> None:
@@ -261,13 +261,12 @@ class GradientSync:
                 "backward ended in an exception that was caught: give gw.distribute the loader, then that batch is skipped"
             )
 
-    def _exchange_rest(self, backward_s: float, *, failed: bool = False) -> float:
+    def _exchange_rest(self, backward_s: float) -> float:
         self._arrive_rest(send=True)
         for index in sorted(self._sparse):
             self._exchange.rows(index, self._mine.rows(index), self._params[index])
         filled = self._exchange.current
-        bad = ["backward raised an exception"] if failed else self._mine.nonfinite()
-        self._sealed.append((self._exchange.seal(self._mine.present(), bad), filled))
+        self._sealed.append((self._exchange.seal(self._mine.present(), self._mine.bad()), filled))
         blocked_s = self._collect()
         self._sizing.exchanged(backward_s)
         return blocked_s

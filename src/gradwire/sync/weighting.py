@@ -155,6 +155,10 @@ class Window:
         """What makes the buckets' sum this rank's own mean."""
         return self.unit / self.count if self.count else 0.0
 
+    def local_unit(self, world_size: int) -> float:
+        """Under ``no_sync``, ``.grad`` holds scale x this, so that equal weights leave autograd's own values (as DDP)."""
+        return 1.0 if self.relative else float(world_size)
+
     def opening(self, microbatch: Microbatch | None) -> Opening:
         """What the exchange opens with."""
         return Opening(count=self.count, unit=self.unit or 1.0, explicit=self.relative, microbatch=microbatch)
