@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Tests that don't mind company run two at a time; those of faults and processes have the machine to themselves.
-CALM := tests/conformance tests/compress tests/sync tests/data
+# Tests that don't mind company run two at a time; those that start or kill processes have the machine to themselves.
+CALM := tests/conformance tests/compress tests/sync
 FAST := not slow and not lab and not gpu
 
 .DEFAULT_GOAL := help

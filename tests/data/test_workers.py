@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import random
 import signal
@@ -28,6 +30,43 @@ class Noise:
 
     def __getitem__(self, index):
         return torch.tensor([random.random(), float(np.random.rand()), torch.rand(1).item()], dtype=torch.float64)
+
+
+class Collects:
+    """Looks, in the worker, whether its collector takes what the parent had thrown away."""
+
+    def __init__(self):
+        self.collected = []
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        gc.collect()
+        return len(self.collected)
+
+
+class Cycle:
+    def __init__(self, told):
+        self.me, self.told = self, told
+
+    def __del__(self):
+        self.told.append(os.getpid())
+
+
+def test_a_worker_does_not_collect_what_its_parent_threw_away():
+    """A Gloo group's end would wait there for threads that only the parent has."""
+    dataset = Collects()
+    gc.collect()
+    gc.disable()
+    try:
+        Cycle(dataset.collected)
+        found = [batch.tolist() for batch in DataLoader(dataset, 1, num_workers=1, shuffle=False, world=world())]
+    finally:
+        gc.enable()
+    assert found == [[0], [0]]
+    gc.collect()
+    assert dataset.collected == [os.getpid()]
 
 
 class Broken:
@@ -146,6 +185,14 @@ def test_a_killed_worker_is_named_with_its_samples():
     with pytest.raises(DataError, match=r"rank 0: loader worker 1 \(pid \d+\).*Killed.*samples \[4, 5, 6, 7\]"):
         epoch_of(DataLoader(Broken(action="die"), 4, shuffle=False, num_workers=2, world=world()))
     assert time.monotonic() - start < 5
+
+
+def test_workers_end_with_the_error_even_if_it_is_kept():
+    loader = DataLoader(Broken(), 4, shuffle=False, num_workers=2, world=world())
+    with pytest.raises(DataError) as kept:
+        epoch_of(loader)
+    assert kept.value.__traceback__ is not None
+    assert multiprocessing.active_children() == []
 
 
 def test_a_worker_killed_during_the_loop_body_is_named_by_the_next_batch():

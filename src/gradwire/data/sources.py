@@ -19,7 +19,7 @@ from gradwire.data.random_states import RandomStates
 from gradwire.data.stream import StreamReader, Task, Window
 from gradwire.data.turns import Position, Seat, Turn, resumed
 from gradwire.data.watch import Watch, name_deaths
-from gradwire.data.workers import Feed, WorkerStart
+from gradwire.data.workers import Feed, WorkerStart, leave_garbage_to_the_parent
 
 Collate = Callable[[list[object]], object]
 Pair = tuple[Turn, object]
@@ -156,12 +156,15 @@ class StreamSource(RecipeState):
             self._draws.restore(state)
 
     def _pairs(self, batches: Iterator[Window | None], at: Position) -> Iterator[Pair]:
-        while (window := self._watch.next(batches, None)) is not None:
-            step = self._feed.take().step
-            kept = {id(turn) for turn in resumed([turn for turn, _ in window], at)} if step == at.step else None
-            for turn, data in window:
-                if kept is None or id(turn) in kept:
-                    yield turn, data
+        try:
+            while (window := self._watch.next(batches, None)) is not None:
+                step = self._feed.take().step
+                kept = {id(turn) for turn in resumed([turn for turn, _ in window], at)} if step == at.step else None
+                for turn, data in window:
+                    if kept is None or id(turn) in kept:
+                        yield turn, data
+        finally:
+            del batches  # an error's traceback holds this frame
 
 
 def as_it_is(data: object) -> object:
@@ -194,6 +197,8 @@ def torch_loader(
 
 def started(loader: TorchDataLoader[Any], watch: Watch) -> Iterator[Any]:
     """torch's own iterator, its workers' deaths named."""
+    if loader.num_workers:
+        leave_garbage_to_the_parent()
     batches = iter(loader)
     if loader.num_workers:
         name_deaths(watch)
@@ -203,5 +208,8 @@ def started(loader: TorchDataLoader[Any], watch: Watch) -> Iterator[Any]:
 def pairs(batches: Iterator[object], feed: Feed[Turn], watch: Watch) -> Iterator[Pair]:
     """Each turn with its data. Closing it ends the workers."""
     end = object()
-    while (data := watch.next(batches, end)) is not end:
-        yield feed.take(), data
+    try:
+        while (data := watch.next(batches, end)) is not end:
+            yield feed.take(), data
+    finally:
+        del batches  # an error's traceback holds this frame

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, MutableSequence
 from types import FrameType
 from typing import TypeVar
@@ -42,11 +43,15 @@ class Watch:
         except StopIteration as stop:
             if not self.feed.pending:
                 return end
+            del batches
+            self._let_go(stop)
             raise self._failed(stop) from stop
         except Exception as error:
-            # no local may hold an error: its traceback would hold the frame, and that the workers, in a cycle
+            # no local may hold an error, and no frame of an error torch's iterator: a collector ends its workers badly
+            del batches
             if isinstance(error, GradwireError) and not str(error).startswith("Caught "):
                 raise  # ours already; torch's wrapping of what a worker raised begins with "Caught"
+            self._let_go(error)
             if self.death is not None or self.died(error) or self._cut_off(error):
                 raise DataError(self.death) from error
             raise self._failed(error) from error
@@ -57,6 +62,11 @@ class Watch:
             return next(batches)
         finally:
             self.waiting = False
+
+    def _let_go(self, error: Exception) -> None:
+        """Keep the frames that ``error`` went through from holding torch's iterator, some of them in a cycle."""
+        if self.num_workers:  # else the frames are the user's, who may want to look at them
+            traceback.clear_frames(error.__traceback__)
 
     def died(self, error: Exception) -> bool:
         """Whether ``error`` is torch's word about the death of one of our workers; notes it in our words."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -20,6 +22,16 @@ from torch.utils.data import Sampler, get_worker_info
 from gradwire.data.order import Stream, raw
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@cache
+def leave_garbage_to_the_parent() -> None:
+    """Let no forked child collect what it inherited. Once a process, before the first worker starts.
+
+    A process group that is garbage in the parent waits, when it goes, for threads that only the parent has: a worker whose
+    collector came upon it would hang for ever.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 class Readable(Protocol):
