@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,47 @@ def test_the_kernels_end_on_numbers_that_are_not_finite() -> None:
     assert torch.equal(
         decoded[0, 4:], cast.encode_eager(values[:1, 4:], None, torch.bfloat16)[0].view(torch.bfloat16)[0]
     )
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("numel", [0, 1, 7, 255, 4103])
+def test_the_kernels_that_look_at_each_number(numel: int) -> None:
+    left, right, out = normal(numel, 1), normal(numel, 2), torch.empty(numel)
+    assert kernels.finite(left) is True
+    assert kernels.scale(left, out, 0.3) is True
+    assert bits_of(out) == bits_of(left * torch.tensor(0.3))
+    assert kernels.subtract(left, right, out) is True
+    assert bits_of(out) == bits_of(left - right)
+    for index in {0, numel // 2, numel - 1} if numel else ():
+        for bad in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+            spoilt = left.clone()
+            spoilt[index] = bad
+            assert kernels.finite(spoilt) is False
+            assert kernels.scale(spoilt, out, 0.3) is False
+            assert kernels.subtract(right, spoilt, out) is False
+    big = torch.full((numel,), 3e38)
+    assert kernels.finite(big) is True, "large is not infinite, whatever the sum is"
+    assert kernels.subtract(big, -big, out) is (numel == 0)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_kernels_that_look_leave_to_torch_what_they_cannot_read() -> None:
+    fine = torch.ones(6)
+    for other in (fine.double(), fine.half(), fine.view(2, 3).t(), fine.to("meta")):
+        assert kernels.finite(other) is None
+        assert kernels.scale(fine.view(other.shape), other, 1.0) is None
+        assert kernels.subtract(other, other, other) is None
+    torch.set_num_threads(2)
+    assert kernels.finite(fine) is None
 
 
 def test_rows_that_are_not_contiguous_are_read_right() -> None:

@@ -132,11 +132,33 @@ void gw_to_bfloat16(const float *restrict values, const float *restrict residual
         }
 }
 
+/* Whether all of it is finite: no magnitude has all exponent bits. */
+int32_t gw_finite(const float *values, int64_t numel) {
+    uint32_t top = 0;
+    for (int64_t i = 0; i < numel; i++) {
+        uint32_t bits = bits_of(values[i]) & 0x7fffffffu;
+        top = bits > top ? bits : top;
+    }
+    return top < 0x7f800000u;
+}
+
 /* out = scale * values; whether all of it is finite. Written and looked at while it is in a register. */
 int32_t gw_scale(const float *restrict values, float *restrict out, float scale, int64_t numel) {
     uint32_t top = 0;
     for (int64_t i = 0; i < numel; i++) {
         float value = values[i] * scale;
+        uint32_t bits = bits_of(value) & 0x7fffffffu;
+        out[i] = value;
+        top = bits > top ? bits : top;
+    }
+    return top < 0x7f800000u;
+}
+
+/* out = left - right; whether all of it is finite. */
+int32_t gw_subtract(const float *restrict left, const float *restrict right, float *restrict out, int64_t numel) {
+    uint32_t top = 0;
+    for (int64_t i = 0; i < numel; i++) {
+        float value = left[i] - right[i];
         uint32_t bits = bits_of(value) & 0x7fffffffu;
         out[i] = value;
         top = bits > top ? bits : top;

@@ -32,9 +32,11 @@ _ARGUMENTS = {
     "gw_quantize": [_POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT32],
     "gw_dequantize": [_POINTER, _POINTER, _INT64, _INT64, _INT32],
     "gw_to_bfloat16": [_POINTER, _POINTER, _POINTER, _POINTER, _INT64],
+    "gw_finite": [_POINTER, _INT64],
     "gw_scale": [_POINTER, _POINTER, ctypes.c_float, _INT64],
+    "gw_subtract": [_POINTER, _POINTER, _POINTER, _INT64],
 }
-_RESULTS = {"gw_scale": _INT32}
+_RESULTS = {"gw_finite": _INT32, "gw_scale": _INT32, "gw_subtract": _INT32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,17 +176,31 @@ def to_bfloat16(values: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor
     return messages.view(torch.uint8), left
 
 
+def finite(values: Tensor) -> bool | None:
+    """Whether all of it is finite; None if there is no kernel for it here."""
+    if (library := _library_to_look_with(values)) is None:
+        return None
+    return bool(library.gw_finite(values.data_ptr(), values.numel()))
+
+
 def scale(values: Tensor, out: Tensor, factor: float) -> bool | None:
     """``out = factor * values`` and whether all of it is finite, in one pass; None if there is no kernel for it here.
 
-    values, out: the same shape. A kernel has one thread: where torch has more, torch's own are as fast.
+    values, out: the same shape.
     """
-    whole = values.dtype is out.dtype is torch.float32 and values.is_contiguous() and out.is_contiguous()
-    if (
-        not whole
-        or torch.get_num_threads() > 1
-        or (library := _library_for(out)) is None
-        or values.device != out.device
-    ):
+    if (library := _library_to_look_with(values, out)) is None:
         return None
     return bool(library.gw_scale(values.data_ptr(), out.data_ptr(), factor, values.numel()))
+
+
+def subtract(left: Tensor, right: Tensor, out: Tensor) -> bool | None:
+    """``out = left - right`` and whether all of it is finite, in one pass; None if there is no kernel for it here."""
+    if (library := _library_to_look_with(left, right, out)) is None:
+        return None
+    return bool(library.gw_subtract(left.data_ptr(), right.data_ptr(), out.data_ptr(), out.numel()))
+
+
+def _library_to_look_with(*tensors: Tensor) -> ctypes.CDLL | None:
+    """For kernels that look at each number. They have one thread: where torch has more, torch's own are as fast."""
+    whole = all(t.dtype is torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    return built().library if whole and torch.get_num_threads() == 1 else None

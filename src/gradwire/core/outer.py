@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 class Outer(Protocol):
     """A frozen dataclass."""
 
-    def update(self, delta: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
-        """delta: the agreed (global - local), (numel,) float. Returns what to subtract from global, and the next velocity."""
+    def step(self, values: Tensor, delta: Tensor, velocity: Tensor) -> None:
+        """Move the agreed ``values`` and the momentum ``velocity``, in place, each (numel,) float.
+
+        delta: the agreed (global - local); may be overwritten.
+        """
         ...
 
     def words(self) -> str:
@@ -30,8 +33,9 @@ class Nesterov:
     ``v <- momentum v + delta``; global moves by ``-lr (delta + momentum v)``. lr 1 and momentum 0 is plain averaging.
 
     >>> import torch
-    >>> step, _ = Nesterov(lr=0.7, momentum=0.9).update(torch.tensor([10.0 - 7.0]), torch.zeros(1))
-    >>> round(10.0 - float(step), 2)
+    >>> values = torch.tensor([10.0])
+    >>> Nesterov(lr=0.7, momentum=0.9).step(values, torch.tensor([10.0 - 7.0]), torch.zeros(1))
+    >>> round(float(values), 2)
     6.01
     """
 
@@ -48,9 +52,9 @@ class Nesterov:
                 f"Nesterov(momentum={self.momentum!r}) must be at least 0 and below 1; 0.6 to 0.9 is usual"
             )
 
-    def update(self, delta: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
-        following = self.momentum * velocity + delta
-        return self.lr * (delta + self.momentum * following), following
+    def step(self, values: Tensor, delta: Tensor, velocity: Tensor) -> None:
+        velocity.mul_(self.momentum).add_(delta)
+        values.sub_(delta.add_(velocity, alpha=self.momentum), alpha=self.lr)
 
     def words(self) -> str:
         return f"outer Nesterov lr {self.lr:g} momentum {self.momentum:g}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gradwire.compress import kernels
 from gradwire.core.reducer import Reducer
 
 START_BUCKET_BYTES = 2 << 20
@@ -112,13 +113,24 @@ def views_of(layout: Sequence[BucketSpec], flats: Sequence[Tensor]) -> dict[int,
     }
 
 
-def is_finite(values: Tensor) -> Tensor:
-    """Whether no value is NaN or infinite: a bool tensor (), not waited for. The sum tells, 60 times faster than a look at each.
+def is_finite(values: Tensor) -> Tensor | bool:
+    """Whether no value is NaN or infinite; a bool tensor () is not waited for.
 
-    Half precision is summed in float32; values so large that their sum overflows count as infinite.
+    Where no kernel looks at each value the sum tells, 60 times faster than torch's look at each. Half precision is summed in
+    float32; values so large that their sum overflows count as infinite.
     """
+    if (fine := kernels.finite(values)) is not None:
+        return fine
     total = values.sum(dtype=torch.float32) if values.dtype in (torch.float16, torch.bfloat16) else values.sum()
     return torch.isfinite(total)
+
+
+def difference(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor | bool:
+    """``out = left - right``; returns whether all of it is finite, as `is_finite` does."""
+    if (fine := kernels.subtract(left, right, out)) is not None:
+        return fine
+    torch.sub(left, right, out=out)
+    return is_finite(out)
 
 
 def nonfinite_grads(names: Sequence[str], params: Sequence[nn.Parameter]) -> list[str]:

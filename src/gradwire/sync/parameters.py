@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradwire.core.microbatch import Microbatch
 from gradwire.core.outer import Outer
 from gradwire.core.reducer import Reducer
-from gradwire.sync.buckets import START_BUCKET_BYTES, ParamSpec, is_finite, lay_out, spec_of, views_of
+from gradwire.sync.buckets import START_BUCKET_BYTES, ParamSpec, difference, lay_out, spec_of, views_of
 from gradwire.sync.exchange import Agreement, Exchange
 from gradwire.sync.kept import FragmentState
 from gradwire.sync.opening import Opening
@@ -133,8 +133,7 @@ class ParameterSync:
         bad: list[str] = []
         for index, places in enumerate(fragment.places):
             for place in places:
-                torch.sub(place.anchor, place.param, out=place.sent)
-                if not is_finite(place.sent):
+                if not difference(place.anchor, place.param, out=place.sent):
                     bad.append(place.name)
             if fragment.owns:
                 torch.sub(fragment.anchors[index], flats[index], out=fragment.owns[index])
@@ -153,8 +152,7 @@ class ParameterSync:
         moved = not agreement.nonfinite and any(agreement.used)
         for index, flat in enumerate(fragment.exchange.flats(0)):
             if moved:
-                move, fragment.velocities[index] = self._outer.update(flat, fragment.velocities[index])
-                fragment.anchors[index] -= move
+                self._outer.step(fragment.anchors[index], flat, fragment.velocities[index])
             if moved and fragment.owns:
                 torch.sub(fragment.anchors[index], fragment.owns[index], out=flat)
             for place in fragment.places[index]:
