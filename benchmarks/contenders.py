@@ -63,9 +63,16 @@ def _ddp(name: str, hook: str, sent: float | None, *, window: int = 1, least_war
     )
 
 
-def _gradwire(name: str, sync: str, sent: float | None, *, window: int = 1) -> Contender:
+def _gradwire(name: str, sync: str, sent: float | None, *, window: int = 1, least_warm_up: int = 1) -> Contender:
     variant = Variant(name=name, script="train_gradwire.py", words=("--sync", sync))
-    return Contender(name=name, how=f'Plan(sync="{sync}")', variant=variant, window=window, bytes_per_parameter=sent)
+    return Contender(
+        name=name,
+        how=f'Plan(sync="{sync}")',
+        variant=variant,
+        window=window,
+        least_warm_up=least_warm_up,
+        bytes_per_parameter=sent,
+    )
 
 
 def _no_network(name: str, num_processes: int, how: str) -> Contender:
@@ -93,6 +100,7 @@ CONTENDERS = {
             f"local:every={EVERY},codec=q4,late={EVERY - 2},{NO_EXACT_STEPS}",
             FOUR_BITS / EVERY,
             window=EVERY,
+            least_warm_up=2 * EVERY,  # what the first window sends is taken in the second
         ),
         _gradwire(f"exact-h{EVERY}", f"local:every={EVERY},{NO_EXACT_STEPS}", FP32 / EVERY, window=EVERY),
         _gradwire("delayed-q4", "delayed:codec=q4", FOUR_BITS),
