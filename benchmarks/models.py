@@ -52,13 +52,18 @@ class Grey(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal byte-level transformer, pre-norm; the output is tied to the embedding. context: its longest text."""
+    """A causal byte-level transformer, pre-norm; the output is tied to the embedding.
 
-    def __init__(self, *, width: int, layers: int, heads: int, context: int) -> None:
+    context: its longest text. rotary: attention also knows how far apart two places are (RoFormer, arXiv 2104.09864), which
+    is learnt in far fewer steps.
+    """
+
+    def __init__(self, *, width: int, layers: int, heads: int, context: int, rotary: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, width)
         self.places = nn.Parameter(torch.zeros(context, width))
-        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        rotation = Rotation(context, width // heads) if rotary else nn.Identity()
+        self.layers = nn.ModuleList(Layer(width, heads, rotation) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         nn.init.normal_(self.tokens.weight, std=0.02)
 
@@ -70,12 +75,29 @@ class Transformer(nn.Module):
         return F.linear(self.norm(hidden), self.tokens.weight)
 
 
+class Rotation(nn.Module):
+    """Turns each pair of a head's numbers by an angle in proportion to the place. size: numbers of a head."""
+
+    def __init__(self, context: int, size: int) -> None:
+        super().__init__()
+        speeds = 10000.0 ** -(torch.arange(size // 2) / (size // 2))
+        angles = torch.arange(context)[:, None] * speeds
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., context, size) -> the same shape."""
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat([left * self.cosine - right * self.sine, left * self.sine + right * self.cosine], dim=-1)
+
+
 class Layer(nn.Module):
     """Attention and a feed-forward part, each on the normalised input and added to it."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, rotation: nn.Module) -> None:
         super().__init__()
         self.heads = heads
+        self.rotation = rotation
         self.norm_in = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -88,7 +110,7 @@ class Layer(nn.Module):
         n, length, width = x.shape
         parts = self.query_key_value(self.norm_in(x)).view(n, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(self.rotation(query), self.rotation(key), value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(n, length, width))
         return x + self.feed(x)
 

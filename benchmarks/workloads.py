@@ -24,7 +24,7 @@ Samples = tuple[Tensor, Tensor]
 BLOCK_BYTES = 1 << 16  # every HELD_OUT_EVERY-th block of the text is for validation
 HELD_OUT_EVERY = 16
 TEXT_WINDOWS = 256  # for validation
-TEXT_CONTEXT = 128
+TEXT_CONTEXT = 64
 WARM_UP_SHARE = 0.05
 
 
@@ -132,7 +132,7 @@ WORKLOADS = {
         sample=partial(_random_bytes, context=64),
     ),
     "text": Workload(
-        build=partial(Transformer, width=128, layers=4, heads=4, context=TEXT_CONTEXT),
+        build=partial(Transformer, width=128, layers=3, heads=4, context=TEXT_CONTEXT, rotary=True),
         samples_per_rank=8,
         sample=_text,
         optimizer=partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1),

@@ -40,7 +40,7 @@ class Nesterov:
     """
 
     lr: float = 0.7
-    momentum: float = 0.6
+    momentum: float = 0.3
 
     def __post_init__(self) -> None:
         if not 0 < self.lr <= 10:
@@ -49,7 +49,7 @@ class Nesterov:
             )
         if not 0 <= self.momentum < 1:
             raise UsageError(
-                f"Nesterov(momentum={self.momentum!r}) must be at least 0 and below 1; 0.6 to 0.9 is usual"
+                f"Nesterov(momentum={self.momentum!r}) must be at least 0 and below 1; 0.3 to 0.9 is usual"
             )
 
     def step(self, values: Tensor, delta: Tensor, velocity: Tensor) -> None:

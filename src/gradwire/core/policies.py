@@ -112,6 +112,15 @@ class Delayed(_GradientsOnly):
         return 1.0
 
 
+def usual_momentum(every: int) -> float:
+    """Of the outer step after so many local ones.
+
+    >>> [usual_momentum(every) for every in (8, 32, 500)]
+    [0.3, 0.6, 0.9]
+    """
+    return 0.3 if every <= 16 else 0.6 if every < 64 else 0.9
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps:
     """Each rank steps by its own gradient; every ``every`` steps the ranks agree on their parameters.
@@ -122,7 +131,8 @@ class LocalSteps:
     (Streaming DiLoCo, arXiv 2501.18512), so that no step carries the whole exchange. With ``late`` an exchange is hidden
     behind as many local steps: what was agreed is taken that much later, and the steps made meanwhile are kept on top of it.
 
-    outer: default Nesterov with lr 0.7 and momentum 0.6 up to ``every=16``, 0.9 above.
+    outer: default Nesterov with lr 0.7 and momentum 0.3 up to ``every=16``, so that a steady difference is followed 1 : 1 (more
+    overshoots: benchmarks/results/quality.md), 0.6 below 64, and DiLoCo's 0.9 from there on.
 
     >>> policy = LocalSteps(every=4, exact_steps=2)
     >>> [policy.at_backward(None, step=step) for step in range(3)]
@@ -154,7 +164,7 @@ class LocalSteps:
                 f"LocalSteps(fragments={self.fragments}) must not be above every={self.every}: at most one a step"
             )
         if self.outer is None:
-            object.__setattr__(self, "outer", Nesterov(momentum=0.6 if self.every <= 16 else 0.9))
+            object.__setattr__(self, "outer", Nesterov(momentum=usual_momentum(self.every)))
 
     @property
     def num_fragments(self) -> int:

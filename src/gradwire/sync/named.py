@@ -29,7 +29,7 @@ def policy_of(sync: Sync) -> SyncPolicy:
     """The policy that ``Plan(sync=...)`` means.
 
     >>> policy_of("local:every=8").words()
-    'parameters are agreed every 8 local steps after 20 exact steps (outer Nesterov lr 0.7 momentum 0.6)'
+    'parameters are agreed every 8 local steps after 20 exact steps (outer Nesterov lr 0.7 momentum 0.3)'
     """
     if isinstance(sync, str):
         return _policy(parse(sync))
