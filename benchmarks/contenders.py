@@ -75,6 +75,12 @@ def _gradwire(name: str, sync: str, sent: float | None, *, window: int = 1, leas
     )
 
 
+def _local(name: str, options: str, sent: float) -> Contender:
+    """Local steps. What the first window sends may be taken in the second, and what the first touches is new memory."""
+    sync = f"local:every={EVERY}{options},{NO_EXACT_STEPS}"
+    return _gradwire(name, sync, sent / EVERY, window=EVERY, least_warm_up=2 * EVERY)
+
+
 def _no_network(name: str, num_processes: int, how: str) -> Contender:
     variant = Variant(name=name, script="train_plain.py", num_processes=num_processes)
     return Contender(name=name, how=how, variant=variant, bytes_per_parameter=0.0)
@@ -94,15 +100,9 @@ CONTENDERS = {
         _gradwire("q8", "q8", EIGHT_BITS),
         _gradwire("q4", "q4", FOUR_BITS),
         _gradwire("lowrank-r16", "lowrank:rank=16", None, window=2),
-        _gradwire(f"q4-h{EVERY}", f"local:every={EVERY},codec=q4,{NO_EXACT_STEPS}", FOUR_BITS / EVERY, window=EVERY),
-        _gradwire(
-            f"q4-h{EVERY}-late",
-            f"local:every={EVERY},codec=q4,late={EVERY - 2},{NO_EXACT_STEPS}",
-            FOUR_BITS / EVERY,
-            window=EVERY,
-            least_warm_up=2 * EVERY,  # what the first window sends is taken in the second
-        ),
-        _gradwire(f"exact-h{EVERY}", f"local:every={EVERY},{NO_EXACT_STEPS}", FP32 / EVERY, window=EVERY),
+        _local(f"q4-h{EVERY}", ",codec=q4", FOUR_BITS),
+        _local(f"q4-h{EVERY}-late", f",codec=q4,late={EVERY - 2}", FOUR_BITS),
+        _local(f"exact-h{EVERY}", "", FP32),
         _gradwire("delayed-q4", "delayed:codec=q4", FOUR_BITS),
         _no_network("alone", 1, "one process, nobody beside it"),
         _no_network("apart", 2, "two processes that do not talk"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from contextvars import Context
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import gradwire as gw
 from gradwire.comm.hosts import Place, hosts_of
 from gradwire.comm.meeting import Meeting, memory_store
 from gradwire.comm.traced import TracedGroup
-from gradwire.comm.world import World
+from gradwire.comm.world import World, adopt
 from gradwire.compress.exact import AllReduce
 from gradwire.compress.hierarchical import Hierarchical
 from gradwire.core.group import Group
@@ -64,7 +67,12 @@ def on_hosts(sizes: Sequence[int], function, timeout_s: float = 30.0) -> list:
             rank=outside.rank, size=outside.size, local_rank=local, local_size=size,
             node_rank=node, store=store, timeout_s=timeout_s,
         )  # fmt: skip
-        return function(World(meeting, device=outside.device, plan=outside.plan))
+
+        def inside():
+            with adopt(meeting, plan=outside.plan, device="cpu") as world:
+                return function(world)
+
+        return Context().run(inside)  # where no other world is open
 
     return run_ranks(len(places), run, timeout_s=timeout_s)
 
@@ -213,3 +221,39 @@ def test_only_groups_that_all_ranks_have_are_stamped() -> None:
 def test_ranks_share_a_host_if_all_that_is_said_agrees(places: list[tuple[int, str, int, int]], hosts: object) -> None:
     said = [Place(node_rank=node, host=host, local_rank=local, local_size=size) for node, host, local, size in places]
     assert hosts_of(said) == hosts
+
+
+MODEL = nn.Sequential(nn.Linear(30, 60), nn.Tanh(), nn.Linear(60, 50))
+SYNCS = [
+    "exact",
+    "bf16",
+    "q4",
+    "lowrank",
+    "topk:ratio=0.1",
+    "q8:exact_steps=2",
+    "delayed:codec=q4",
+    "accumulate:every=2,codec=q8",
+]
+
+
+@pytest.mark.parametrize("sync", [*SYNCS, "local:every=2,codec=q4,exact_steps=0"])
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)], ids=["2+1", "2+2"])
+def test_any_plan_trains_on_several_hosts(sizes: Sequence[int], sync: str) -> None:
+    """Past the third exchange, where the bucket size is chosen: only a host's first rank remembers what was not sent."""
+
+    def run(world: World) -> list[Tensor]:
+        model = copy.deepcopy(MODEL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        training = gw.distribute(model, optimizer, sync=sync)
+        for batch in range(6):
+            x, y = values(8 * 30, 10 * batch + world.rank).view(8, 30), values(8 * 50, 100 + world.rank).view(8, 50)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        training.agree()
+        return [param.detach().clone() for param in model.parameters()]
+
+    ranks = on_hosts(sizes, run)
+    for own in ranks:
+        assert all(torch.equal(mine, first) for mine, first in zip(own, ranks[0], strict=True))
+    assert not torch.equal(ranks[0][0], MODEL[0].weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 import gradwire as gw
 from gradwire.comm.world import World
 from gradwire.core.outer import Nesterov
-from gradwire.core.policies import Accumulate, Delayed, LocalSteps
+from gradwire.core.policies import Accumulate, Delayed, EveryStep, LocalSteps
 from gradwire.testing import run_ranks
 
 BATCH = 12
@@ -428,6 +429,42 @@ def test_policies_say_what_is_wrong_with_their_settings() -> None:
         (lambda: replace(gw.Plan(), sync="q5"), "unknown name 'q5'"),
         (lambda: gw.Plan(sync="local:every=4,codec=local"), "codec=local must be one of"),
         (lambda: gw.Plan(sync="topk:ratio=2"), "ratio=2 must be a share"),
+        (lambda: gw.Plan(sync="local:every=4,codec=topk(ratio=0.1"), "a bracket is not closed"),
+        (lambda: gw.Plan(sync="q4:,"), "'' is not KEY=VALUE"),
+        (lambda: gw.Plan(sync="q4:exact_steps=3,,"), "'' is not KEY=VALUE"),
+        (lambda: gw.Plan(sync="Q4"), "unknown name 'Q4'; perhaps q4"),
+        (lambda: gw.Plan(sync="lowrank(rank=4)"), "write lowrank:rank=4"),
+        (
+            lambda: gw.Plan(sync=cast("Any", 4)),
+            "sync=4 says neither when nor how to agree; it must be a text such as 'q4'",
+        ),
+        (lambda: gw.Plan.from_toml("[sync]\ncodec = 'q4'", where="p.toml"), "p.toml: sync={'codec': 'q4'}"),
+        (lambda: gw.Plan(sync=cast("Any", LocalSteps)), r"make one: LocalSteps\(...\)"),
+        (lambda: gw.Plan(sync=cast("Any", gw.AllReduce)), r"make one: AllReduce\(...\)"),
+        (lambda: gw.Plan(sync=cast("Any", gw.Quantize(bits=4))), "wrap it: ErrorFeedback"),
+        (lambda: LocalSteps(every=2, reducer=cast("Any", "q4")), "a text stands only for sync itself"),
+        (lambda: Delayed(reducer=cast("Any", gw.Quantize(bits=4))), "wrap it: ErrorFeedback"),
+        (lambda: EveryStep(reducer=cast("Any", gw.AllReduce)), r"make one: AllReduce"),
+        (lambda: Accumulate(every=2, reducer=cast("Any", LocalSteps(every=2))), "a policy says when, not how"),
+        (lambda: LocalSteps(every=2, outer=cast("Any", "nesterov")), "must be an outer step such as Nesterov"),
+        (lambda: Nesterov(lr=cast("Any", "1")), "lr='1'"),
+        (lambda: gw.ByName({"a": cast("Any", "q4")}, other=gw.AllReduce()), "a text stands only for sync itself"),
     ]:
         with pytest.raises((gw.UsageError, gw.PlanError), match=words):
             make()
+
+
+def test_spaces_in_a_text_do_not_make_another_plan() -> None:
+    assert gw.Plan(sync=" local: every=4, codec=q4 ") == gw.Plan(sync="local:every=4,codec=q4")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_pattern_that_matches_nothing_is_refused(num_ranks: int) -> None:
+    def body(world: World) -> bool:
+        model = nn.Linear(2, 1)
+        rule = gw.ByName({"wieght": gw.AllReduce()}, other=gw.AllReduce())
+        with pytest.raises(gw.UsageError, match="'wieght' matches no trained parameter; there are weight, bias"):
+            gw.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), sync=rule)
+        return True
+
+    assert all(run_ranks(num_ranks, body))

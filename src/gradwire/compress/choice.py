@@ -10,6 +10,7 @@ from typing import cast
 from torch import Tensor
 
 from gradwire.compress.exact import AllReduce
+from gradwire.core.arguments import require_reducers, require_whole
 from gradwire.core.group import Group
 from gradwire.core.reducer import Bucket, Link, Reducer, State
 from gradwire.errors import UsageError
@@ -53,7 +54,7 @@ class ByShape(_Delegated):
     other: Reducer
 
     def __post_init__(self) -> None:
-        _require_reducers("ByShape", matrix=self.matrix, other=self.other)
+        require_reducers("ByShape", matrix=self.matrix, other=self.other)
 
     def choose(self, name: str, shape: tuple[int, ...]) -> Reducer:
         return (self.matrix if len(shape) >= 2 else self.other).choose(name, shape)
@@ -84,8 +85,15 @@ class ByName(_Delegated):
         pairs = tuple(self.rules.items()) if isinstance(self.rules, Mapping) else self.rules
         if not isinstance(pairs, tuple):
             raise UsageError(f"ByName({pairs!r}) must map patterns to reducers: {{'head.*': AllReduce()}}, say")
-        _require_reducers("ByName", **dict(pairs), other=self.other)
+        require_reducers("ByName", **dict(pairs), other=self.other)
         object.__setattr__(self, "rules", pairs)  # a dict cannot be hashed
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise UsageError for a pattern that none of these parameters matches."""
+        for pattern, _ in cast("tuple[tuple[str, Reducer], ...]", self.rules):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                few = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+                raise UsageError(f"ByName: {pattern!r} matches no trained parameter; there are {few}")
 
     def choose(self, name: str, shape: tuple[int, ...]) -> Reducer:
         pairs = cast("tuple[tuple[str, Reducer], ...]", self.rules)
@@ -111,9 +119,8 @@ class After:
     reducer: Reducer
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 0:
-            raise UsageError(f"After(steps={self.steps!r}) must be a whole number of exchanges, at least 0")
-        _require_reducers("After", reducer=self.reducer)
+        require_whole("After", "steps", self.steps, 0)
+        require_reducers("After", reducer=self.reducer)
 
     def choose(self, name: str, shape: tuple[int, ...]) -> Reducer:
         chosen = self.reducer.choose(name, shape)
@@ -139,10 +146,3 @@ class After:
 
     def words(self) -> str:
         return f"{AllReduce().words()} for {self.steps} steps, then {self.reducer.words()}"
-
-
-def _require_reducers(owner: str, **given: object) -> None:
-    for name, value in given.items():
-        if not hasattr(value, "reduce"):
-            cure = f"wrap it: ErrorFeedback({value})" if hasattr(value, "encode") else "use AllReduce(), say"
-            raise UsageError(f"{owner}: {name}={value!r} is not a reducer; {cure}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from gradwire.errors import UsageError
+from gradwire.core.arguments import require_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,14 +44,10 @@ class Nesterov:
     momentum: float = 0.3
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr <= 10:
-            raise UsageError(
-                f"Nesterov(lr={self.lr!r}) must be above 0 and at most 10; 0.7 is usual, 1 is plain averaging"
-            )
-        if not 0 <= self.momentum < 1:
-            raise UsageError(
-                f"Nesterov(momentum={self.momentum!r}) must be at least 0 and below 1; 0.3 to 0.9 is usual"
-            )
+        words = "above 0 and at most 10; 0.7 is usual, 1 is plain averaging"
+        require_number("Nesterov", "lr", self.lr, low=math.ulp(0.0), high=10.0, words=words)
+        words = "at least 0 and below 1; 0.3 to 0.9 is usual"
+        require_number("Nesterov", "momentum", self.momentum, low=0.0, high=1 - math.ulp(0.5), words=words)
 
     def step(self, values: Tensor, delta: Tensor, velocity: Tensor) -> None:
         velocity.mul_(self.momentum).add_(delta)

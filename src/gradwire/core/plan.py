@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
+from gradwire.core.arguments import cure_for
 from gradwire.core.spelling import parse
 from gradwire.errors import PlanError
 
@@ -52,6 +53,8 @@ class Plan:
     on_nonfinite: NonFiniteRule = "skip"
 
     def __post_init__(self) -> None:
+        if isinstance(self.sync, str):  # ranks compare texts
+            object.__setattr__(self, "sync", "".join(self.sync.split()))
         problems = [*_mesh_problems(self.mesh), *_setting_problems(self)]
         if problems:
             raise PlanError("; ".join(problems))
@@ -122,13 +125,23 @@ def _mesh_problems(mesh: object) -> list[str]:
     return problems
 
 
+def _sync_problems(sync: object) -> list[str]:
+    if isinstance(sync, str):
+        try:
+            parse(sync)
+        except PlanError as error:
+            return [str(error)]
+        return []
+    if not isinstance(sync, type) and (hasattr(sync, "at_backward") or hasattr(sync, "reduce")):
+        return []
+    wanted = "it must be a text such as 'q4' or 'local:every=8,codec=q4', a reducer or a policy"
+    cure = cure_for(sync) if isinstance(sync, type) or hasattr(sync, "encode") else wanted
+    return [f"sync={sync!r} says neither when nor how to agree; {cure}"]
+
+
 def _setting_problems(plan: Plan) -> list[str]:
     problems: list[str] = []
-    if isinstance(plan.sync, str):
-        try:
-            parse(plan.sync)
-        except PlanError as error:
-            problems.append(str(error))
+    problems += _sync_problems(plan.sync)
     for name, value in (("accumulate", plan.accumulate), ("bucket_bytes", plan.bucket_bytes)):
         given: object = value
         if given is None and name == "bucket_bytes":

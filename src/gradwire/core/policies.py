@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradwire.core.arguments import require_reducers, require_whole
 from gradwire.core.outer import Nesterov, Outer
 from gradwire.core.policy import SyncPolicy, Turn
 from gradwire.errors import UsageError
@@ -20,9 +21,9 @@ def _ends_window(micro: Microbatch | None) -> bool:
     return micro is None or micro.last
 
 
-def _require_whole(owner: str, name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{owner}({name}={value!r}) must be a whole number, at least {least}")
+def _check_how(owner: str, reducer: object) -> None:
+    if reducer is not None:
+        require_reducers(owner, reducer=reducer)
 
 
 class _GradientsOnly:
@@ -51,6 +52,9 @@ class EveryStep(_GradientsOnly):
 
     reducer: Reducer | None = None
 
+    def __post_init__(self) -> None:
+        _check_how("EveryStep", self.reducer)
+
     def at_backward(self, micro: Microbatch | None, step: int) -> Turn:
         return "agree" if _ends_window(micro) else "keep"
 
@@ -77,7 +81,8 @@ class Accumulate(_GradientsOnly):
     spans_batches = True
 
     def __post_init__(self) -> None:
-        _require_whole("Accumulate", "every", self.every, 1)
+        require_whole("Accumulate", "every", self.every, 1)
+        _check_how("Accumulate", self.reducer)
 
     def alone(self) -> SyncPolicy:
         return Accumulate(every=self.every)
@@ -101,6 +106,9 @@ class Delayed(_GradientsOnly):
 
     reducer: Reducer | None = None
     delay = 1
+
+    def __post_init__(self) -> None:
+        _check_how("Delayed", self.reducer)
 
     def at_backward(self, micro: Microbatch | None, step: int) -> Turn:
         return "agree" if _ends_window(micro) else "keep"
@@ -151,10 +159,10 @@ class LocalSteps:
     spans_batches = False
 
     def __post_init__(self) -> None:
-        _require_whole("LocalSteps", "every", self.every, 1)
-        _require_whole("LocalSteps", "exact_steps", self.exact_steps, 0)
-        _require_whole("LocalSteps", "fragments", self.fragments, 1)
-        _require_whole("LocalSteps", "late", self.late, 0)
+        require_whole("LocalSteps", "every", self.every, 1)
+        require_whole("LocalSteps", "exact_steps", self.exact_steps, 0)
+        require_whole("LocalSteps", "fragments", self.fragments, 1)
+        require_whole("LocalSteps", "late", self.late, 0)
         if self.late >= self.every:
             raise UsageError(
                 f"LocalSteps(late={self.late}) must be below every={self.every}: a fragment is taken before it is sent again"
@@ -162,6 +170,11 @@ class LocalSteps:
         if self.fragments > self.every:
             raise UsageError(
                 f"LocalSteps(fragments={self.fragments}) must not be above every={self.every}: at most one a step"
+            )
+        _check_how("LocalSteps", self.reducer)
+        if self.outer is not None and (isinstance(self.outer, type) or not hasattr(self.outer, "step")):
+            raise UsageError(
+                f"LocalSteps(outer={self.outer!r}) must be an outer step such as Nesterov(lr=0.7, momentum=0.3)"
             )
         if self.outer is None:
             object.__setattr__(self, "outer", Nesterov(momentum=usual_momentum(self.every)))

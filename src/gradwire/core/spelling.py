@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from gradwire.errors import PlanError
 
@@ -94,20 +95,37 @@ def parse(text: str) -> Spelled:
     Traceback (most recent call last):
     gradwire.errors.PlanError: sync 'q4:bits=3': q4 has no option 'bits'; allowed: exact_steps
     """
+    if text.count("(") != text.count(")"):
+        raise PlanError(
+            f"sync {text!r}: a bracket is not closed; options of a codec: local:every=8,codec=topk(ratio=0.01)"
+        )
     name, colon, rest = text.strip().partition(":")
     if name not in CODECS and name not in POLICIES:
-        raise PlanError(f"sync {text!r}: unknown name {name!r}; allowed: {', '.join([*CODECS, *POLICIES])}")
+        raise PlanError(
+            f"sync {text!r}: unknown name {name!r}; {_meant(name)}allowed: {', '.join([*CODECS, *POLICIES])}"
+        )
     if colon and not rest.strip():
         raise PlanError(f"sync {text!r}: nothing follows the colon; write {name}:KEY=VALUE or just {name}")
     return _spelled(name, _pairs(rest, text), text)
 
 
+def _meant(name: str) -> str:
+    """A guess at what an unknown name was to be, for people."""
+    base, bracket, rest = name.lower().partition("(")
+    if bracket and base in CODECS:
+        return f"outside of codec= write {base}:{rest.removesuffix(')')}; "
+    close = get_close_matches(base.strip(), [*CODECS, *POLICIES], n=1)
+    return f"perhaps {close[0]}; " if close else ""
+
+
 def _pairs(text: str, whole: str) -> dict[str, str]:
     """``a=1,codec=topk(ratio=0.1,exact_steps=3)`` -> pairs; commas inside brackets do not part."""
     pairs: dict[str, str] = {}
-    for part in re.findall(r"(?:[^,(]|\([^)]*\))+", text):
+    if not text.strip():
+        return pairs
+    for part in re.split(r",(?![^(]*\))", text):
         key, equals, value = part.partition("=")
-        if not equals or not value:
+        if not equals or not key.strip() or not value.strip():
             raise PlanError(f"sync {whole!r}: {part.strip()!r} is not KEY=VALUE")
         if key.strip() in pairs:
             raise PlanError(f"sync {whole!r}: {key.strip()} is given twice")
@@ -128,7 +146,7 @@ def _spelled(name: str, pairs: dict[str, str], whole: str) -> Spelled:
         except ValueError:
             raise PlanError(f"sync {whole!r}: {key}={value} must be {known[key].allowed}") from None
     if missing := [key for key in NEEDED.get(name, ()) if key not in options]:
-        raise PlanError(f"sync {whole!r}: {name} needs {missing[0]}={known[missing[0]].allowed}")
+        raise PlanError(f"sync {whole!r}: {name} needs {missing[0]}=...: {known[missing[0]].allowed}")
     if options.get("fragments", 1) > options.get("every", 1):  # pyright: ignore[reportOperatorIssue]  # both whole
         raise PlanError(f"sync {whole!r}: fragments must not be above every: at most one a step")
     if options.get("late", 0) >= options.get("every", 1):  # pyright: ignore[reportOperatorIssue]

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.comm.world import Attachment, current
+from gradwire.compress.choice import ByName
 from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan, Sync
 from gradwire.errors import UsageError
 from gradwire.sync.buffers import broadcast_all
-from gradwire.sync.fingerprint import compare, facts_of
+from gradwire.sync.fingerprint import compare, facts_of, plain_name
 from gradwire.sync.kept import Distributed
 from gradwire.sync.named import policy_of
 from gradwire.sync.parts import Parts, open_channels
@@ -39,7 +40,7 @@ def distribute(
 
     Afterwards ``.grad`` holds the mean over all ranks' samples when ``backward()`` returns. Calling it again on the same
     model replaces the earlier call (after unfreezing a layer, say). What a model needed is closed by the first call after
-    the model and its optimizers are gone. What it returns is only needed to save and resume.
+    the model and its optimizers are gone. What it returns is only needed to save, resume, and agree before the time (`local`).
 
     Raises UsageError for wrong arguments, PlanError for a plan this world cannot run, MismatchError if the ranks'
     models, plans, data or versions differ.
@@ -61,7 +62,10 @@ def distribute(
     plan = plan or world.plan
     plan = plan if sync is None else replace(plan, sync=sync)
     plan.check(world.size)
-    policy = policy_of(plan.sync) if world.size > 1 else policy_of(plan.sync).alone()
+    policy = policy_of(plan.sync)
+    if isinstance(policy.reducer, ByName):
+        policy.reducer.check([plain_name(name) for name, param in model.named_parameters() if param.requires_grad])
+    policy = policy if world.size > 1 else policy.alone()
     world.settle()
     channels = open_channels(world, policy)
     group = channels.lanes[0]
@@ -81,8 +85,15 @@ def distribute(
 
     attachment = Attachment(detach=detach, groups=tuple(parts.group_names), owners=_owners(model, optimizers))
     world.replace_attachment(id(model), attachment)
-    names = [name for name, _ in parts.trained]
-    return Distributed(world, names=names, sync=str(plan.sync), gradients=gradients, parameters=parameters)
+    return Distributed(
+        world,
+        params=parts.trained,
+        sync=str(plan.sync),
+        gradients=gradients,
+        parameters=parameters,
+        buffers=parts.buffers,
+        weighting=parts.weighting,
+    )
 
 
 def _owners(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[ref[object], ...]:

@@ -114,9 +114,9 @@ class Exchange:
         self._next_states = list(states)
 
     def resplit(self, worlds: Sequence[Sequence[State]]) -> list[State]:
-        """This rank's states from those of all ranks of an earlier world, by rank and bucket."""
+        """This rank's states from those of all ranks of an earlier world, by rank and bucket; a world of one has none."""
         return [
-            reducer.resplit([states[index] for states in worlds], bucket, self._group)
+            reducer.resplit([states[index] for states in worlds if states], bucket, self._group)
             for index, (reducer, bucket) in enumerate(zip(self._reducers, self._sets[0], strict=True))
         ]
 

@@ -15,13 +15,7 @@ from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Link, Reducer
 from gradwire.errors import UsageError
 from gradwire.sync.autograd import GradientHooks, at_end_of_backward
-from gradwire.sync.buckets import (
-    START_BUCKET_BYTES,
-    lay_out,
-    nonfinite_grads,
-    spec_of,
-    views_of,
-)
+from gradwire.sync.buckets import START_BUCKET_BYTES, lay_out, nonfinite_grads, spec_of, views_of
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.contribution import Contribution
 from gradwire.sync.exchange import Agreement, Exchange
@@ -88,6 +82,8 @@ class GradientSync:
             total_bytes=sum(param.nbytes for index, param in enumerate(self._params) if index not in sparse),
             fixed=bool(plan.bucket_bytes or world.size == 1 or policy.delay),
         )
+        self.at_begin: Callable[[], None] | None = None
+        self.agreed = False
         self.rounds = 0
         self.steps = 0
         self.nonfinite: tuple[str, ...] = ()
@@ -119,6 +115,8 @@ class GradientSync:
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def _begin(self, *, idle: bool = False) -> None:
+        if self.at_begin and not idle:
+            self.at_begin()
         self.rounds += 1
         self.nonfinite = ()
         weight = self._weighting.begin()
@@ -230,6 +228,7 @@ class GradientSync:
         mode, self._mode = self._mode, None
         self._weighting.end()
         micro = self._weighting.microbatch
+        self.agreed = mode == "sync"
         self._window.closed |= mode in ("sync", "own", "alone")
         self._window_ended |= micro is None or micro.last
         return mode
@@ -349,9 +348,10 @@ class GradientSync:
         self._allocate()
         self._exchange.step = kept["exchange_step"]
         states = [world["reducers"] for world in worlds]
-        self._exchange.restore(states[same] if same is not None else self._exchange.resplit(states))
+        if self._world.size > 1:
+            self._exchange.restore(states[same] if same is not None else self._exchange.resplit(states))
         self._sealed.clear()
-        for number, pending in enumerate(kept["pending"]):
+        for number, pending in enumerate(kept["pending"] if self._policy.delay else ()):
             for flat, value in zip(self._exchange.flats(number), pending["flats"], strict=True):
                 flat.copy_(value)
             agreement = Agreement(used=tuple(pending["used"]), nonfinite=(), rows=pending["rows"])

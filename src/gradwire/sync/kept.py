@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gradwire.errors import MismatchError, UsageError
 
 if TYPE_CHECKING:
     from gradwire.comm.world import World
+    from gradwire.sync.buffers import BufferExchange
     from gradwire.sync.gradients import GradientSync
     from gradwire.sync.parameters import ParameterSync
+    from gradwire.sync.weighting import Weighting
 
 
 class PendingState(TypedDict):
@@ -68,8 +71,15 @@ class SyncState(TypedDict):
     fragments: list[FragmentState]
 
 
+@torch.no_grad()
+def take_mean(params: Sequence[nn.Parameter], owns: Sequence[Sequence[Tensor]]) -> None:
+    """The parameters become the mean of the ranks' own."""
+    for index, param in enumerate(params):
+        param.copy_(torch.stack([own[index].double() for own in owns]).mean(0))
+
+
 class Distributed:
-    """A distributed model, as ``gw.distribute`` returns it. Only needed to save and resume.
+    """A distributed model, as ``gw.distribute`` returns it. Only needed to save, to resume, and to agree before the time.
 
     The model's and the optimizer's own ``state_dict`` hold the weights and moments. What a lossy or a local plan remembers
     besides (residuals, outer momentum, the parameters agreed last) is here.
@@ -79,21 +89,50 @@ class Distributed:
         self,
         world: World,
         *,
-        names: Sequence[str],
+        params: Sequence[tuple[str, nn.Parameter]],
         sync: str,
         gradients: GradientSync,
         parameters: ParameterSync | None,
+        buffers: BufferExchange,
+        weighting: Weighting,
     ) -> None:
         self._world = world
-        self._names = list(names)
+        self._names = [name for name, _ in params]
+        self._params = [param for _, param in params]
         self._sync = sync
         self._gradients = gradients
         self._parameters = parameters
+        self._buffers = buffers
+        self._weighting = weighting
+
+    def agree(self) -> None:
+        """Agree on parameters and buffers now, so that all ranks hold the same: before the weights are saved or tested.
+
+        Call it on all ranks, between ``optimizer.step()`` and the next backward. Under ``local`` it is one more agreement, early;
+        elsewhere parameters are the same already. It does not average the optimizers' states.
+
+        >>> import torch
+        >>> import gradwire as gw
+        >>> with gw.init():
+        ...     model = torch.nn.Linear(2, 1)
+        ...     gw.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="local:every=8").agree()
+        """
+        if self._parameters is not None:
+            self._tell(self._parameters.agree_now(self._weighting.microbatch))
+        if self._world.size > 1:
+            self._buffers.agree(1.0)
+
+    def _tell(self, nonfinite: tuple[str, ...]) -> None:
+        if nonfinite:
+            where = ", ".join(nonfinite[:4])
+            self._world.log(
+                f"gradwire: parameters are NaN or infinite ({where}); all ranks go back to those agreed last"
+            )
 
     def state_dict(self) -> SyncState:
         """This rank's part; save each rank's. Call it on all ranks, between ``optimizer.step()`` and the next backward.
 
-        What is on its way under ``late`` is taken now.
+        What is on its way under ``late`` is taken now, which moves the parameters: save the model's own state after it.
 
         >>> import torch
         >>> import gradwire as gw
@@ -103,7 +142,7 @@ class Distributed:
         ...     training.load_state_dict(training.state_dict())
         """
         if self._parameters is not None:
-            self._parameters.finish()
+            self._tell(self._parameters.finish())
         return SyncState(
             sync=self._sync,
             parameters=self._names,
@@ -117,7 +156,8 @@ class Distributed:
         """Go on from there: after ``gw.distribute`` and after the model's and the optimizer's own ``load_state_dict``.
 
         states: this rank's own, where the world has the size that it had: it then goes on with the same bits. Or the states of
-        all ranks of an earlier world, of any size, in any order: what had still to be sent is shared out, nothing is lost.
+        all ranks of an earlier world, of any size, in any order: what had still to be sent is shared out. One rank alone has
+        nobody to send to: residuals, outer momentum and a delayed gradient end there; ``local`` goes on from the ranks' mean.
         Raises MismatchError for another model or another ``sync``, UsageError if states are missing.
         """
         worlds = self._checked(states)
@@ -128,8 +168,11 @@ class Distributed:
             if same is None:
                 raise UsageError(f"load_state_dict: rank {self._world.rank}'s own state is not among those given")
         self._gradients.load([each["gradients"] for each in worlds], same=same)
+        fragments = [each["fragments"] for each in worlds]
         if self._parameters is not None:
-            self._parameters.load([each["fragments"] for each in worlds], same=same)
+            self._parameters.load(fragments, same=same)
+        elif same is None and any(fragments):  # registration order: a fragment is consecutive parameters
+            take_mean(self._params, [[own for fragment in rank for own in fragment["own"]] for rank in fragments])
 
     def _checked(self, states: Sequence[SyncState]) -> list[SyncState]:
         if not states:

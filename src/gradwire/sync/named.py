@@ -20,13 +20,12 @@ from gradwire.core.policies import Accumulate, Delayed, EveryStep, LocalSteps
 from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Reducer
 from gradwire.core.spelling import Spelled, parse
-from gradwire.errors import PlanError
 
 DEFAULT_RANK = 4
 
 
 def policy_of(sync: Sync) -> SyncPolicy:
-    """The policy that ``Plan(sync=...)`` means.
+    """The policy that ``Plan(sync=...)``, which has refused anything else, means.
 
     >>> policy_of("local:every=8").words()
     'parameters are agreed every 8 local steps after 20 exact steps (outer Nesterov lr 0.7 momentum 0.3)'
@@ -35,10 +34,7 @@ def policy_of(sync: Sync) -> SyncPolicy:
         return _policy(parse(sync))
     if hasattr(sync, "at_backward"):
         return cast("SyncPolicy", sync)
-    if hasattr(sync, "reduce"):
-        return EveryStep(reducer=cast("Reducer", sync))
-    cure = f"wrap it: ErrorFeedback({sync})" if hasattr(sync, "encode") else "use a text, a reducer or a policy"
-    raise PlanError(f"sync={sync!r} says neither when nor how to agree; {cure}")
+    return EveryStep(reducer=cast("Reducer", sync))
 
 
 def explain(sync: Sync, num_ranks: int) -> str:
@@ -51,10 +47,11 @@ def explain(sync: Sync, num_ranks: int) -> str:
     policy = policy_of(sync)
     reducer, exact = policy.reducer or AllReduce(), AllReduce()
     many = 1 << 20
+    workers = "1 worker it" if num_ranks == 1 else f"{num_ranks} workers each"
     sent = policy.syncs_per_step() * reducer.sent_bytes(many, num_ranks) / many
     return (
         f"{policy.words()}; {reducer.words()}\n"
-        f"with {num_ranks} workers each sends {sent:.3f} bytes per parameter and step "
+        f"with {workers} sends {sent:.3f} bytes per parameter and step "
         f"(exact every step: {exact.sent_bytes(many, num_ranks) / many:.3f})"
     )
 

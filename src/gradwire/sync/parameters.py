@@ -13,7 +13,7 @@ from gradwire.core.outer import Outer
 from gradwire.core.reducer import Reducer
 from gradwire.sync.buckets import START_BUCKET_BYTES, ParamSpec, difference, lay_out, spec_of, views_of
 from gradwire.sync.exchange import Agreement, Exchange
-from gradwire.sync.kept import FragmentState
+from gradwire.sync.kept import FragmentState, take_mean
 from gradwire.sync.opening import Opening
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -144,28 +144,37 @@ class ParameterSync:
         fragment.count = 0.0
 
     @torch.no_grad()
-    def _take(self, fragment: Fragment) -> tuple[str, ...]:
+    def _take(self, fragment: Fragment, *, keep_own: bool = True) -> tuple[str, ...]:
+        """keep_own: with late agreement, put what this rank has stepped since it sent on top of what was agreed."""
         wait, fragment.wait = fragment.wait, None
         if wait is None:
             return ()
         agreement = wait()
         moved = not agreement.nonfinite and any(agreement.used)
+        on_top = moved and keep_own and bool(fragment.owns)
         for index, flat in enumerate(fragment.exchange.flats(0)):
             if moved:
                 self._outer.step(fragment.anchors[index], flat, fragment.velocities[index])
-            if moved and fragment.owns:
+            if on_top:
                 torch.sub(fragment.anchors[index], fragment.owns[index], out=flat)
             for place in fragment.places[index]:
-                if moved and fragment.owns:
+                if on_top:
                     place.param.add_(place.sent)
                 else:
                     place.param.copy_(place.anchor)
         return agreement.nonfinite
 
-    def finish(self) -> None:
-        """Take whatever is on its way: all ranks, between steps."""
+    def finish(self) -> tuple[str, ...]:
+        """Take whatever is on its way: all ranks, between steps. Returns who met a NaN in it."""
+        return tuple(name for fragment in self._fragments for name in self._take(fragment))
+
+    def agree_now(self, microbatch: Microbatch | None) -> tuple[str, ...]:
+        """Agree on everything, so that all ranks hold the same: all ranks, between steps. Returns who met a NaN."""
+        nonfinite = self.finish()
         for fragment in self._fragments:
-            self._take(fragment)
+            self._send(fragment, microbatch)
+            nonfinite += self._take(fragment, keep_own=False)
+        return nonfinite
 
     # --- kept --------------------------------------------------------------------------------------------------------
 
@@ -190,8 +199,12 @@ class ParameterSync:
         """Go on from what the ranks of an earlier world kept, by rank and fragment.
 
         same: this rank's place in it if the world has the same size. Otherwise every rank starts from the mean of the ranks'
-        own parameters, and what their reducers had still to send is shared out.
+        own parameters, and what their reducers had still to send is shared out. A world of one kept nothing: its parameters
+        are the agreed ones.
         """
+        if not any(worlds):
+            self.follow()
+            return
         for number, fragment in enumerate(self._fragments):
             kept = [world[number] for world in worlds]
             if same is None:
@@ -220,8 +233,7 @@ class ParameterSync:
         self._load_agreed(fragment, kept[0])
         fragment.exchange.restore(fragment.exchange.resplit([each["reducers"] for each in kept]))
         fragment.count = sum(each["count"] for each in kept) / len(kept)
-        for index, (_, param) in enumerate(fragment.params):
-            param.copy_(torch.stack([each["own"][index].double() for each in kept]).mean(0))
+        take_mean([param for _, param in fragment.params], [each["own"] for each in kept])
 
 
 def split_evenly(params: Sequence[tuple[str, nn.Parameter]], num_parts: int) -> list[list[tuple[str, nn.Parameter]]]:

@@ -27,10 +27,13 @@ class Sizing:
     def exchanged(self, backward_s: float) -> None:
         """An exchange has ended. Waits, the third time."""
         self.exchanges += 1
-        if self.exchanges != MEASURED_EXCHANGE or self._fixed or not self._exchange.stateless:
+        if self.exchanges != MEASURED_EXCHANGE or self._fixed:
             return
-        mine = [self._link.latency_s, self._link.bandwidth_bytes_per_s, backward_s]
-        latency_s, bandwidth, backward_s = self._exchange.measure(mine)
+        # Rank 0 says too whether the layout may change: of a host's ranks only the first remembers what was not sent.
+        mine = [self._link.latency_s, self._link.bandwidth_bytes_per_s, backward_s, float(self._exchange.stateless)]
+        latency_s, bandwidth, backward_s, stateless = self._exchange.measure(mine)
+        if not stateless:
+            return
         link = Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, num_ranks=self._link.num_ranks)
         exchange_s = self._reducer.cost(self._total_bytes // 4, link) - latency_s
         self.wanted = best_bucket_bytes(self._total_bytes, exchange_s, latency_s=latency_s, backward_s=backward_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
@@ -27,12 +28,40 @@ class StepHooks:
         self._world = parts.world
         self._gradients = gradients
         self._parameters = parameters
+        self._num_optimizers = 0
+        self._have_stepped: set[int] = set()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> list[Remove]:
         """Returns how to remove each hook."""
-        removes = [self._attach_before(each) for each in optimizers]
-        removes.append(optimizers[0].register_step_post_hook(lambda *_: self._after()).remove)
+        removes = [remove for each in optimizers for remove in (self._attach_before(each), self._attach_after(each))]
+        self._num_optimizers = len(optimizers)
+        self._gradients.at_begin = self._begins_again
         return [*removes, self._world.at_turn_end(self._turn_ended)]
+
+    def _attach_after(self, optimizer: Optimizer) -> Remove:
+        """A step ends when every optimizer has stepped, or, if some don't, when the loop goes on without them."""
+
+        def after(*_: object) -> None:
+            self._have_stepped.add(id(optimizer))
+            if len(self._have_stepped) == self._num_optimizers:
+                self._settle()
+
+        return optimizer.register_step_post_hook(after).remove
+
+    def _begins_again(self) -> None:
+        """The next backward begins: a step that some optimizers left out has ended, too late to move parameters."""
+        if self._have_stepped and self._parameters is not None:
+            raise UsageError(
+                "under local steps not every optimizer stepped in the last batch; give gw.distribute the loader, which tells "
+                "when a batch is done, or step them all"
+            )
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._have_stepped:
+            self._have_stepped.clear()
+            self._count_step()
+            self._world.stepped()
 
     def _attach_before(self, optimizer: Optimizer) -> Remove:
         seen = self._gradients.rounds
@@ -78,15 +107,20 @@ class StepHooks:
 
     def _refuse_nonfinite(self, optimizer: Optimizer, where: tuple[str, ...]) -> None:
         named = _few(where)
+        agreed = self._parameters is None or self._gradients.agreed
+        what = "gradient of the batch before" if self._parts.policy.delay else "gradient"
+        what += " is NaN or infinite"
         if self._parts.plan.on_nonfinite == "stop":
+            unchanged = "nothing was changed on any rank" if agreed else "this rank's parameters were not changed"
             raise NonFiniteError(
-                f"step {self._world.step}: gradient is NaN or infinite ({named}); nothing was changed on any rank. Lower "
-                'the learning rate, clip, or find the sample; Plan(on_nonfinite="skip") skips such steps'
+                f"step {self._world.step}: {what} ({named}); {unchanged}. Lower the learning rate, clip, or find the "
+                'sample; Plan(on_nonfinite="skip") skips such steps'
             )
-        where_skipped = "on all ranks" if self._parameters is None else "where it was met"
-        self._world.log(
-            f"gradwire: step {self._world.step} skipped {where_skipped}: gradient is NaN or infinite ({named})"
-        )
+        if agreed:
+            self._world.log(f"gradwire: step {self._world.step} skipped on all ranks: {what} ({named})")
+        else:  # the others do not know
+            skipped = f"gradwire: step {self._world.step} skipped on rank {self._world.rank} alone: {what} ({named})"
+            print(skipped, file=sys.stderr, flush=True)
         for param_group in optimizer.param_groups:
             for param in param_group["params"]:
                 param.grad = None
@@ -97,11 +131,8 @@ class StepHooks:
             self._gradients.abandon()
             if self._gradients.nonfinite:
                 self._world.log(f"gradwire: step {self._world.step} skipped: {_few(self._gradients.nonfinite)}")
+        self._settle()
         self._count_step()
-
-    def _after(self) -> None:
-        self._count_step()
-        self._world.stepped()
 
     def _count_step(self) -> None:
         step = self._gradients.stepped()
@@ -114,7 +145,7 @@ class StepHooks:
             parameters.follow()
             return
         began_s = time.monotonic()
-        late = parameters.stepped(count)
+        late = parameters.stepped(0.0 if self._gradients.nonfinite else count)  # a skipped step moved nothing
         self._world.clock.blocked(time.monotonic() - began_s)
         if late:
             self._refuse_round(late)
