@@ -13,6 +13,7 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire.compress import cast, kernels, quantize
+from gradwire.core.compressor import add_rows
 from tests.compress.buckets import normal
 
 needs_compiler = pytest.mark.skipif(kernels.built().library is None, reason=kernels.available())
@@ -50,6 +51,10 @@ def test_the_kernels_give_the_bits_of_the_eager_code(rows: int, numel: int, scal
         assert [bits_of(tensor) for tensor in made] == [bits_of(tensor) for tensor in eager]
         decoded = kernels.dequantize(made[0], numel, bits)
         assert bits_of(decoded) == bits_of(quantize.decode_eager(made[0], numel, bits))
+        total, expected = torch.empty(numel), torch.empty(numel)
+        assert kernels.dequantize_sum(made[0], total, bits)
+        add_rows(gw.Quantize(bits=bits), made[0], expected, key=0)
+        assert bits_of(total) == bits_of(expected)
     made = kernels.to_bfloat16(values, residual)
     assert made is not None
     expected = cast.encode_eager(values, residual, torch.bfloat16)

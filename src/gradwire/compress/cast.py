@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compress import kernels
+from gradwire.core.compressor import add_rows
 from gradwire.errors import UsageError
 
 
@@ -40,6 +41,9 @@ class Cast:
 
     def decode(self, messages: Tensor, numel: int, *, key: int) -> Tensor:
         return messages.contiguous().view(self.dtype).to(torch.float32)
+
+    def decode_sum(self, messages: Tensor, out: Tensor, *, key: int) -> None:
+        add_rows(self, messages, out, key=key)
 
     def words(self) -> str:
         return str(self.dtype).removeprefix("torch.")

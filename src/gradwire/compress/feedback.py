@@ -152,6 +152,8 @@ def still_to_send(states: Sequence[Mapping[str, Tensor]], numel: int) -> Tensor:
 def exchange(codec: Compressor, bucket: Bucket, state: State, group: Group, key: int) -> tuple[Tensor, State]:
     """The sum of all ranks' ``bucket.flat + residual``, as far as the codec tells it, and what it lost.
 
+    ``bucket.flat`` may be overwritten.
+
     A state without residuals gives none back.
     """
     if not bucket.flat.numel():
@@ -169,7 +171,8 @@ def _at_once(codec: Compressor, flat: Tensor, state: State, group: Group, key: i
     residual = state.get("residual")
     row = None if residual is None else residual.unsqueeze(0)
     message, left = codec.encode(flat.to(torch.float32).unsqueeze(0), row, key=key)
-    total = _decoded_sum(codec, group.all_gather(message[0]), flat.numel(), key)
+    total = flat if flat.dtype is torch.float32 else torch.empty(flat.numel(), device=flat.device)
+    codec.decode_sum(group.all_gather(message[0]), total, key=key)
     return total, {} if left is None else {"residual": left[0]}
 
 
@@ -178,7 +181,8 @@ def _in_shares(codec: Compressor, flat: Tensor, state: State, group: Group, key:
     residual, shard_residual = state.get("residual"), state.get("shard_residual")
     rows = None if residual is None else residual.view(group.size, share)
     messages, left = codec.encode(_padded(flat, group.size * share).view(group.size, share), rows, key=key)
-    total = _decoded_sum(codec, group.all_to_all(messages), share, key).unsqueeze(0)
+    total = torch.empty(1, share, device=flat.device)
+    codec.decode_sum(group.all_to_all(messages), total[0], key=key)
     row = None if shard_residual is None else shard_residual.unsqueeze(0)
     message, shard_left = codec.encode(total, row, key=key)
     mean = codec.decode(group.all_gather(message[0]), share, key=key).view(-1)
@@ -194,11 +198,3 @@ def _padded(flat: Tensor, numel: int) -> Tensor:
     padded[: flat.numel()] = flat
     padded[flat.numel() :] = 0
     return padded
-
-
-def _decoded_sum(codec: Compressor, messages: Tensor, numel: int, key: int) -> Tensor:
-    """(rows, wire) -> (numel,), added in row order; one row at a time, as a row fits the cache and all do not."""
-    total = codec.decode(messages[:1], numel, key=key)[0]
-    for row in range(1, len(messages)):
-        total += codec.decode(messages[row : row + 1], numel, key=key)[0]
-    return total

@@ -90,24 +90,45 @@ void gw_quantize(const float *values, const float *residual, uint8_t *messages, 
         }
 }
 
+static int64_t block_bytes(int32_t bits) { return 4 + (bits == 4 ? HALF : BLOCK); }
+
+static void decode_block(const uint8_t *restrict message, float *restrict block, int32_t bits) {
+    float scale;
+    memcpy(&scale, message, 4);
+    message += 4;
+    if (bits == 4) {
+        for (int i = 0; i < HALF; i++) block[i] = (float)((message[i] & 15) - 8) * scale;
+        for (int i = 0; i < HALF; i++) block[i + HALF] = (float)((message[i] >> 4) - 8) * scale;
+    } else
+        for (int i = 0; i < BLOCK; i++) block[i] = (float)(int8_t)message[i] * scale;
+}
+
 void gw_dequantize(const uint8_t *messages, float *out, int64_t rows, int64_t numel, int32_t bits) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t start = 0; start < numel; start += BLOCK) {
             const int count = numel - start < BLOCK ? (int)(numel - start) : BLOCK;
-            float whole[BLOCK], scale, *block = count == BLOCK ? out : whole;
-            memcpy(&scale, messages, 4);
-            messages += 4;
-            if (bits == 4) {
-                for (int i = 0; i < HALF; i++) block[i] = (float)((messages[i] & 15) - 8) * scale;
-                for (int i = 0; i < HALF; i++) block[i + HALF] = (float)((messages[i] >> 4) - 8) * scale;
-                messages += HALF;
-            } else {
-                for (int i = 0; i < BLOCK; i++) block[i] = (float)(int8_t)messages[i] * scale;
-                messages += BLOCK;
-            }
+            float whole[BLOCK], *block = count == BLOCK ? out : whole;
+            decode_block(messages, block, bits);
+            messages += block_bytes(bits);
             if (count < BLOCK) memcpy(out, whole, sizeof(float) * (size_t)count);
             out += count;
         }
+}
+
+/* The rows' sum, in row order: a block at a time, so that nothing but the messages is read from memory. */
+void gw_dequantize_sum(const uint8_t *messages, float *out, int64_t rows, int64_t numel, int32_t bits) {
+    const int64_t stride = (numel + BLOCK - 1) / BLOCK * block_bytes(bits);
+    for (int64_t start = 0; start < numel; start += BLOCK) {
+        const int count = numel - start < BLOCK ? (int)(numel - start) : BLOCK;
+        float sum[BLOCK], block[BLOCK];
+        decode_block(messages, sum, bits);
+        for (int64_t row = 1; row < rows; row++) {
+            decode_block(messages + row * stride, block, bits);
+            for (int i = 0; i < BLOCK; i++) sum[i] += block[i];
+        }
+        memcpy(out + start, sum, sizeof(float) * (size_t)count);
+        messages += block_bytes(bits);
+    }
 }
 
 #define BFLOAT16_MAX 0x1.fep127f

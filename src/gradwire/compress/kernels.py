@@ -31,6 +31,7 @@ _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _ARGUMENTS = {
     "gw_quantize": [_POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT32],
     "gw_dequantize": [_POINTER, _POINTER, _INT64, _INT64, _INT32],
+    "gw_dequantize_sum": [_POINTER, _POINTER, _INT64, _INT64, _INT32],
     "gw_to_bfloat16": [_POINTER, _POINTER, _POINTER, _POINTER, _INT64],
     "gw_finite": [_POINTER, _INT64],
     "gw_scale": [_POINTER, _POINTER, ctypes.c_float, _INT64],
@@ -161,6 +162,15 @@ def dequantize(messages: Tensor, numel: int, bits: int) -> Tensor | None:
     out = torch.empty(messages.shape[0], numel)
     library.gw_dequantize(messages.data_ptr(), out.data_ptr(), messages.shape[0], numel, bits)
     return out
+
+
+def dequantize_sum(messages: Tensor, out: Tensor, bits: int) -> bool:
+    """`Quantize.decode_sum` in one pass; False if there is no kernel for it here."""
+    if (library := _library_for(out)) is None or not out.is_contiguous():
+        return False
+    messages = messages.contiguous()
+    library.gw_dequantize_sum(messages.data_ptr(), out.data_ptr(), messages.shape[0], out.numel(), bits)
+    return True
 
 
 def to_bfloat16(values: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None] | None:

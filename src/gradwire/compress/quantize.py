@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradwire.compress import kernels
+from gradwire.core.compressor import add_rows
 from gradwire.errors import UsageError
 
 BLOCK = 256
@@ -49,6 +50,10 @@ class Quantize:
     def decode(self, messages: Tensor, numel: int, *, key: int) -> Tensor:
         made = kernels.dequantize(messages, numel, self.bits)
         return decode_eager(messages, numel, self.bits) if made is None else made
+
+    def decode_sum(self, messages: Tensor, out: Tensor, *, key: int) -> None:
+        if not kernels.dequantize_sum(messages, out, self.bits):
+            add_rows(self, messages, out, key=key)
 
     def words(self) -> str:
         return f"{self.bits} bits in blocks of {BLOCK}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compress.topk import num_kept, require_ratio
+from gradwire.core.compressor import add_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,9 @@ class Sampled:
         rows, places = messages.shape[0], self._places(numel, key).to(messages.device)
         numbers = messages.reshape(-1).view(torch.float32).view(rows, len(places))
         return torch.zeros(rows, numel, device=messages.device).index_copy_(1, places, numbers)
+
+    def decode_sum(self, messages: Tensor, out: Tensor, *, key: int) -> None:
+        add_rows(self, messages, out, key=key)
 
     def words(self) -> str:
         return f"{100 * self.ratio:g} % drawn by lot"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire.core.compressor import add_rows
 from gradwire.errors import UsageError
 
 
@@ -61,6 +62,9 @@ class TopK:
         numbers = messages[:, :half].reshape(-1).view(torch.float32).view(rows, half // 4)
         places = messages[:, half:].reshape(-1).view(torch.int32).view(rows, half // 4).to(torch.int64)
         return torch.zeros(rows, numel, device=messages.device).scatter_(1, places, numbers)
+
+    def decode_sum(self, messages: Tensor, out: Tensor, *, key: int) -> None:
+        add_rows(self, messages, out, key=key)
 
     def words(self) -> str:
         return f"the largest {100 * self.ratio:g} %"

@@ -38,6 +38,19 @@ class Compressor(Protocol):
         """(rows, wire_bytes(numel)) uint8 -> (rows, numel) float32, the same bits on every rank."""
         ...
 
+    def decode_sum(self, messages: Tensor, out: Tensor, *, key: int) -> None:
+        """``out``, (numel,) float32, becomes the sum of the decoded rows, added in row order; `add_rows` will do."""
+        ...
+
     def words(self) -> str:
         """A few words for people: ``4 bits in blocks of 256``."""
         ...
+
+
+def add_rows(codec: Compressor, messages: Tensor, out: Tensor, *, key: int) -> None:
+    """What `Compressor.decode_sum` must give, by ``decode``: one row at a time, as a row fits the cache and all do not."""
+    if not out.numel():
+        return
+    out.copy_(codec.decode(messages[:1], out.numel(), key=key)[0])
+    for row in range(1, len(messages)):
+        out += codec.decode(messages[row : row + 1], out.numel(), key=key)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.core.compressor import Compressor
+from gradwire.core.compressor import Compressor, add_rows
 from gradwire.testing.checks import SIZES, require
 
 SCALES = (1.0, 1e-20, 1e-38, 1e-45, 1e30, 3e38)
@@ -48,6 +48,13 @@ def _check_rows(codec: Compressor, values: Tensor, residual: Tensor) -> None:
     out = codec.decode(messages, numel, key=7)
     require(out.dtype == torch.float32 and out.shape == values.shape, f"decode gives {out.dtype} {tuple(out.shape)}")
     require(bool(out.isfinite().all()), f"{numel} finite numbers are decoded to others")
+    total, expected = torch.empty_like(values[0]), torch.empty_like(values[0])
+    codec.decode_sum(messages, total, key=7)
+    add_rows(codec, messages, expected, key=7)
+    require(
+        torch.equal(total.nan_to_num(), expected.nan_to_num()),
+        f"decode_sum of {numel} is not the sum of the rows that decode gives",
+    )
     require(left is not None and left.shape == values.shape, "a residual was given and none came back")
     if left is not None:
         error = (out.double() + left.double() - values.double() - residual.double()).abs()
