@@ -73,7 +73,8 @@ class LowRank:
         for piece in others:
             _part(wanted, piece).zero_()
         total = group.all_reduce(message)
-        mean, factors = torch.zeros_like(wanted), total[: state[sent].numel()]
+        factors = total[: state[sent].numel()]
+        mean = bucket.flat if bucket.flat.dtype is wanted.dtype else torch.zeros_like(wanted)
         for piece, basis, factor in zip(matrices, bases, self._factors(matrices, factors, sent), strict=True):
             torch.mm(*_ordered(sent, factor, basis), out=_matrix(mean, piece))
         for piece, number in zip(others, _split(total[factors.numel() :], others), strict=True):
