@@ -91,8 +91,9 @@ class GradientSync:
         self._hooks = GradientHooks(self._params, before=self._before, after=self._after)
 
     def close(self) -> None:
-        """The model is the user's again."""
+        """The model is the user's again; nobody holds anybody in a circle."""
         self._hooks.close()
+        self.at_begin = None
 
     def _build(self, bucket_bytes: int) -> None:
         dense = [
