@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,9 @@ def page(slow: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
         "mean over the seeds (lowest to highest). Plans with local steps begin with exact ones: the speeds leave them out",
         f"(`{NO_EXACT_STEPS}`), the losses were made with {EXACT_SHARE:.0%} of the run, at least {LEAST_EXACT}.",
         "",
+        f"Repetitions of each speed: {slow['about']['repetitions']}. Seeds of each loss: {_seeds(runs)}. One seed tells no plan",
+        "from the noise of training, nor two repetitions 3 % of speed.",
+        "",
         *_table(parts, runs),
         "",
         "## PyTorch's own ways, beside them",
@@ -77,6 +81,11 @@ def page(slow: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
         "try yours.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _seeds(runs: Sequence[Mapping[str, Any]]) -> str:
+    counts = Counter((run["task"], run["variant"]) for run in runs).values()
+    return " to ".join(str(count) for count in sorted({min(counts), max(counts)})) if counts else "none"
 
 
 def _sync(name: str) -> str:

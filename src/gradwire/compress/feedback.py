@@ -152,9 +152,7 @@ def still_to_send(states: Sequence[Mapping[str, Tensor]], numel: int) -> Tensor:
 def exchange(codec: Compressor, bucket: Bucket, state: State, group: Group, key: int) -> tuple[Tensor, State]:
     """The sum of all ranks' ``bucket.flat + residual``, as far as the codec tells it, and what it lost.
 
-    ``bucket.flat`` may be overwritten.
-
-    A state without residuals gives none back.
+    A state without residuals gives none back. ``bucket.flat`` may be overwritten.
     """
     if not bucket.flat.numel():
         return bucket.flat, state

@@ -139,8 +139,8 @@ class LocalSteps:
     (Streaming DiLoCo, arXiv 2501.18512), so that no step carries the whole exchange. With ``late`` an exchange is hidden
     behind as many local steps: what was agreed is taken that much later, and the steps made meanwhile are kept on top of it.
 
-    outer: default Nesterov with lr 0.7 and momentum 0.3 up to ``every=16``, so that a steady difference is followed 1 : 1 (more
-    overshoots: benchmarks/results/quality.md), 0.6 below 64, and DiLoCo's 0.9 from there on.
+    outer: default Nesterov with lr 0.7 and momentum 0.3 up to ``every=16``, so that a steady difference is followed 1 : 1, 0.6
+    below 64, and DiLoCo's 0.9 from there on.
 
     >>> policy = LocalSteps(every=4, exact_steps=2)
     >>> [policy.at_backward(None, step=step) for step in range(3)]

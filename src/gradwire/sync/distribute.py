@@ -76,7 +76,8 @@ def distribute(
         loader.attach(plan.accumulate)
     parts = Parts(model, world, channels, plan, policy, loader)
     gradients, parameters = parts.gradients(), parts.parameters()
-    removes = StepHooks(parts, gradients, parameters).attach(optimizers)
+    steps = StepHooks(parts, gradients, parameters)
+    removes = steps.attach(optimizers)
 
     def detach() -> None:
         for remove in removes:
@@ -91,8 +92,7 @@ def distribute(
         sync=str(plan.sync),
         gradients=gradients,
         parameters=parameters,
-        buffers=parts.buffers,
-        weighting=parts.weighting,
+        steps=steps,
     )
 
 

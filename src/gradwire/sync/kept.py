@@ -12,10 +12,9 @@ from gradwire.errors import MismatchError, UsageError
 
 if TYPE_CHECKING:
     from gradwire.comm.world import World
-    from gradwire.sync.buffers import BufferExchange
     from gradwire.sync.gradients import GradientSync
     from gradwire.sync.parameters import ParameterSync
-    from gradwire.sync.weighting import Weighting
+    from gradwire.sync.steps import StepHooks
 
 
 class PendingState(TypedDict):
@@ -93,8 +92,7 @@ class Distributed:
         sync: str,
         gradients: GradientSync,
         parameters: ParameterSync | None,
-        buffers: BufferExchange,
-        weighting: Weighting,
+        steps: StepHooks,
     ) -> None:
         self._world = world
         self._names = [name for name, _ in params]
@@ -102,8 +100,7 @@ class Distributed:
         self._sync = sync
         self._gradients = gradients
         self._parameters = parameters
-        self._buffers = buffers
-        self._weighting = weighting
+        self._steps = steps
 
     def agree(self) -> None:
         """Agree on parameters and buffers now, so that all ranks hold the same: before the weights are saved or tested.
@@ -117,17 +114,7 @@ class Distributed:
         ...     model = torch.nn.Linear(2, 1)
         ...     gw.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="local:every=8").agree()
         """
-        if self._parameters is not None:
-            self._tell(self._parameters.agree_now(self._weighting.microbatch))
-        if self._world.size > 1:
-            self._buffers.agree(1.0)
-
-    def _tell(self, nonfinite: tuple[str, ...]) -> None:
-        if nonfinite:
-            where = ", ".join(nonfinite[:4])
-            self._world.log(
-                f"gradwire: parameters are NaN or infinite ({where}); all ranks go back to those agreed last"
-            )
+        self._steps.agree()
 
     def state_dict(self) -> SyncState:
         """This rank's part; save each rank's. Call it on all ranks, between ``optimizer.step()`` and the next backward.
@@ -141,8 +128,7 @@ class Distributed:
         ...     training = gw.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
         ...     training.load_state_dict(training.state_dict())
         """
-        if self._parameters is not None:
-            self._tell(self._parameters.finish())
+        self._steps.finish()
         return SyncState(
             sync=self._sync,
             parameters=self._names,

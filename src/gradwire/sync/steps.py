@@ -41,8 +41,10 @@ class StepHooks:
     def _attach_after(self, optimizer: Optimizer) -> Remove:
         """A step ends when every optimizer has stepped, or, if some don't, when the loop goes on without them."""
 
+        key = id(optimizer)  # the hook must not hold the optimizer, which holds the hook
+
         def after(*_: object) -> None:
-            self._have_stepped.add(id(optimizer))
+            self._have_stepped.add(key)
             if len(self._have_stepped) == self._num_optimizers:
                 self._settle()
 
@@ -62,6 +64,18 @@ class StepHooks:
             self._have_stepped.clear()
             self._count_step()
             self._world.stepped()
+
+    def agree(self) -> None:
+        """Before the time: the ranks' parameters and buffers become the same. All ranks, between steps."""
+        if self._parameters is not None:
+            self._refuse_round(self._parameters.agree_now(self._parts.weighting.microbatch))
+        if self._world.size > 1:
+            self._parts.buffers.agree(1.0)
+
+    def finish(self) -> None:
+        """Take what is on its way. All ranks, between steps."""
+        if self._parameters is not None:
+            self._refuse_round(self._parameters.finish())
 
     def _attach_before(self, optimizer: Optimizer) -> Remove:
         seen = self._gradients.rounds
@@ -147,17 +161,18 @@ class StepHooks:
         began_s = time.monotonic()
         late = parameters.stepped(0.0 if self._gradients.nonfinite else count)  # a skipped step moved nothing
         self._world.clock.blocked(time.monotonic() - began_s)
-        if late:
-            self._refuse_round(late)
+        self._refuse_round(late)
         for fragment in policy.at_step(step):
             began_s = time.monotonic()
             self._parts.buffers.agree(count)
             nonfinite = parameters.agree(fragment, self._parts.weighting.microbatch)
             self._world.clock.blocked(time.monotonic() - began_s)
-            if nonfinite:
-                self._refuse_round(nonfinite)
+            self._refuse_round(nonfinite)
 
     def _refuse_round(self, where: tuple[str, ...]) -> None:
+        """where: who met a NaN in an agreement; empty: nobody did."""
+        if not where:
+            return
         problem = f"step {self._world.step}: parameters are NaN or infinite ({_few(where)})"
         if self._parts.plan.on_nonfinite == "stop":
             raise NonFiniteError(f"{problem}; all ranks hold those agreed last. Lower the learning rate, or clip")
