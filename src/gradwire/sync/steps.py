@@ -40,7 +40,6 @@ class StepHooks:
 
     def _attach_after(self, optimizer: Optimizer) -> Remove:
         """A step ends when every optimizer has stepped, or, if some don't, when the loop goes on without them."""
-
         key = id(optimizer)  # the hook must not hold the optimizer, which holds the hook
 
         def after(*_: object) -> None:
