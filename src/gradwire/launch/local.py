@@ -97,7 +97,7 @@ class Workers:
             if number == signal.SIGKILL:
                 _signal_group(worker.process.pid, number)
             else:
-                worker.process.send_signal(number)
+                os.kill(worker.process.pid, number)  # not send_signal, which would reap behind the back of `reap`
 
     def _watch(self, worker: _Worker, pipe: IO[bytes]) -> int:
         descriptor = pipe.fileno()
