@@ -106,6 +106,7 @@ class Record:
     before_model_bytes: int = field(default_factory=resident_bytes)
     ends_s: list[float] = field(default_factory=list)
     bytes_at: list[int] = field(default_factory=list)
+    processor_at_s: list[tuple[float, float]] = field(default_factory=list)  # this thread, all threads
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     loss: float = float("nan")
     _paused_s: float = 0.0
@@ -135,6 +136,7 @@ class Record:
         self.loss = loss.item()
         self.ends_s.append(time.monotonic() - self._paused_s)
         self.bytes_at.append(sent_bytes(self.args.interface))
+        self.processor_at_s.append((time.thread_time(), time.process_time()))
         step = len(self.ends_s)
         if self.args.evaluate_every and (step % self.args.evaluate_every == 0 or step == self.num_steps):
             self._evaluate(step, model)
@@ -152,6 +154,10 @@ class Record:
         """Say everything, in one line of JSON."""
         warm = self.args.warm_up
         ends = self.ends_s[warm - 1 :]
+        training_s, all_s = (
+            (after - before) / self.args.steps
+            for before, after in zip(self.processor_at_s[warm - 1], self.processor_at_s[-1], strict=True)
+        )
         line = {
             "variant": self.variant,
             "model": self.args.model,
@@ -160,6 +166,8 @@ class Record:
             "interface": self.args.interface,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "step_s": [stop - start for start, stop in itertools.pairwise(ends)],
+            "training_thread_s": training_s,
+            "other_threads_s": max(0.0, all_s - training_s),
             "loss": self.loss,
             "curve": self.curve,
             "first_step_s": self.ends_s[0] - self.args.started,

@@ -51,7 +51,8 @@ class Summary:
 
     step_s: a step of the slower rank. ratio: step time over the baseline's in the same repetition.
     first_step_s: from launch to the end of the first step. peak_bytes: resident, the larger rank's. sent: bytes per
-    step and rank over a formula's; None on loopback. loss: mean over the ranks.
+    step and rank over a formula's; None on loopback. training_thread_s, other_threads_s: of processor time a step, mean over
+    the ranks. loss: mean over the ranks.
     """
 
     variant: str
@@ -59,6 +60,8 @@ class Summary:
     ratio: Span
     first_step_s: Span
     peak_bytes: Span
+    training_thread_s: Span
+    other_threads_s: Span
     sent: Span | None
     loss: float
 
@@ -93,9 +96,15 @@ def summarize(
         ratio=Span.of([step / seconds(rows) for step, rows in pairs]),
         first_step_s=Span.of([max(row["first_step_s"] for row in rows) for rows in repetitions]),
         peak_bytes=Span.of([max(row["peak_bytes"] for row in rows) for rows in repetitions]),
+        training_thread_s=_mean_of("training_thread_s", repetitions),
+        other_threads_s=_mean_of("other_threads_s", repetitions),
         sent=_sent(repetitions, bytes_per_parameter),
         loss=mean(row["loss"] for row in repetitions[-1]),
     )
+
+
+def _mean_of(key: str, repetitions: Sequence[Sequence[Row]]) -> Span:
+    return Span.of([mean(row[key] for row in rows) for rows in repetitions])
 
 
 def _sent(repetitions: Sequence[Sequence[Row]], bytes_per_parameter: float) -> Span | None:

@@ -29,7 +29,9 @@ NOTES = (
     "A step is the mean over the measured steps of the slower rank, whole windows of a plan's exchanges only; median over",
     "the repetitions (lowest-highest). Speed is taken within each repetition, whose variants run one after the other.",
     "One pinned core and one torch thread a rank. Bytes: what a rank's network card counted in the measured steps, headers and",
-    "everything else included, per parameter and step, over 2(n-1)/n (which is 1 for two ranks).",
+    "everything else included, per parameter and step, over 2(n-1)/n (which is 1 for two ranks). Processor: how long the",
+    "training thread + the rank's other threads were on the core in a step; the rest of the step the core waited for the",
+    "network, or worked for it in the kernel. Limit: what no network at all (`alone`) reaches against the same rival.",
 )
 
 
@@ -117,8 +119,8 @@ def words(result: dict[str, Any]) -> str:
 def table(summaries: list[Summary]) -> list[str]:
     """The lines of one part's table."""
     lines = [
-        f"| variant | how | step, ms | times as fast as {BASELINE} | bytes a parameter and step | formula |",
-        "|---|---|---|---|---|---|",
+        f"| variant | how | step, ms | times as fast as {BASELINE} | bytes a parameter and step | formula | processor, ms |",
+        "|---|---|---|---|---|---|---|",
     ]
     for each in summaries:
         contender = CONTENDERS[each.variant]
@@ -130,6 +132,7 @@ def table(summaries: list[Summary]) -> list[str]:
             each.ratio.inverse().words(1, ".2f"),
             "" if each.sent is None else each.sent.words(1, ".3f"),
             "by shape" if formula is None else f"{formula:.3g}",
+            f"{each.training_thread_s.median * 1e3:.0f} + {each.other_threads_s.median * 1e3:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

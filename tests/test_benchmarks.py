@@ -38,6 +38,7 @@ from benchmarks.workloads import WORKLOADS
 def rows(*step_s: float, sent: float = 0.0, interface: str = "eth0") -> list[Row]:
     """Two ranks; the second is a tenth slower."""
     common = {"first_step_s": 2.0, "peak_bytes": 1 << 20, "parameters": 1000, "interface": interface}
+    common |= {"training_thread_s": 0.2, "other_threads_s": 0.1}
     return [
         common | {"step_s": [value * slower for value in step_s], "sent_bytes_per_step": sent, "loss": float(rank)}
         for rank, slower in enumerate((1.0, 1.1))
@@ -232,9 +233,15 @@ def test_a_variant_that_fails_leaves_the_others_their_turns() -> None:
 
 def test_a_target_is_judged_within_each_repetition() -> None:
     lines = speed_lines([part("lab-1000", "conv", {"ddp": 1.0, "ddp-fp16": 0.6, "q4": 0.55})])
-    assert "| lab-1000, conv | q4 | ddp | 1.82 (1.82-1.82) | 1.8 | yes |" in lines
-    assert "| lab-1000, conv | q4 | ddp-fp16 | 1.09 (1.09-1.09) | 1.15 | **no** |" in lines
+    assert "| lab-1000, conv | q4 | ddp | 1.82 (1.82-1.82) | 1.8 |  | yes |" in lines
+    assert "| lab-1000, conv | q4 | ddp-fp16 | 1.09 (1.09-1.09) | 1.15 |  | **no** |" in lines
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize(("alone", "verdict"), [(0.5, "2.00 | **no** |"), (0.6, "1.67 | **no**, beyond the limit |")])
+def test_a_target_beyond_what_no_network_gives_is_told(alone: float, verdict: str) -> None:
+    lines = speed_lines([part("lab-1000", "conv", {"ddp": 1.0, "q4": 0.75, "alone": alone})])
+    assert lines[2].endswith(f"1.33 (1.33-1.33) | 1.8 | {verdict}")
 
 
 def test_bytes_away_from_their_formula_are_told() -> None:
