@@ -267,7 +267,11 @@ def test_quality_targets_are_judged() -> None:
     runs = [run("exact", 0, 1.0), run("q4", 0, 1.004), run("q4-h8", 0, 1.004), run("lowrank-r16", 0, 1.02)]
     runs.append(run("ddp-powersgd-r4-one-bucket", 0, 1.03))
     lines = target_lines(runs, "text", 80)
-    assert [line.rsplit("|", 2)[1].strip() for line in lines[2:]] == ["**no**", "yes", "yes"]
+    assert [[cell.strip() for cell in line.split("|")[4:6]] for line in lines[2:]] == [
+        ["**no**", "0 of 1"],
+        ["yes", "1 of 1"],
+        ["yes", "1 of 1"],
+    ]
     assert "## text, 80 steps" in quality_words({"name": "quality", "about": {}, "runs": runs})
 
 
