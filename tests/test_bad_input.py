@@ -91,7 +91,7 @@ WRONG = {
     "init twice": (twice, gw.UsageError, "called twice"),
     "device of nowhere": (lambda: gw.init(device="tpu"), gw.UsageError, "device='tpu'"),
     "device without CUDA": (lambda: gw.init(device="cuda:0"), gw.UsageError, "use device='cpu'"),
-    "unknown group": (lambda: in_world(lambda world: world.group("pipe")), gw.UsageError, "allowed: data"),
+    "unknown group": (lambda: in_world(lambda world: world.group("pipe")), gw.UsageError, "allowed: pipeline, data"),
     "sum of a text": (lambda: in_world(lambda world: world.sum("3")), gw.UsageError, "not str"),  # type: ignore[type-var]
     "weight -1": (lambda: in_world(lambda _: gw.weight(-1)), gw.UsageError, "not negative"),
     "weight inf": (lambda: in_world(lambda _: gw.weight(float("inf"))), gw.UsageError, "finite"),

@@ -168,13 +168,13 @@ def test_a_choice_stays_chosen_and_a_plain_one_is_plain_without_levels() -> None
     assert on_hosts((2, 1), run) == [(False, False)] * 3
 
 
-def test_only_groups_that_all_ranks_have_are_stamped() -> None:
+def test_groups_of_some_ranks_are_stamped_with_them() -> None:
     class Recorder:
         def __init__(self) -> None:
-            self.groups: set[str] = set()
+            self.groups: dict[str, tuple[int, ...] | None] = {}
 
-        def arrive(self, group: str, op: str, seq: int) -> None:
-            self.groups.add(group)
+        def arrive(self, group: str, op: str, seq: int, ranks: tuple[int, ...] | None = None) -> None:
+            self.groups[group] = ranks
 
         def complete(self, group: str) -> None:
             return
@@ -204,7 +204,12 @@ def test_only_groups_that_all_ranks_have_are_stamped() -> None:
         Hierarchical(outer=AllReduce()).reduce(bucket_of(torch.ones(5)), {}, group, 0)
 
     run_ranks(3, run, timeout_s=20)
-    assert Watched.recorder.groups == {"data/main/host"}
+    assert Watched.recorder.groups == {
+        "hosts": None,
+        "data/main/host0": (0, 1),
+        "data/main/host1": (2,),
+        "data/main/hosts": (0, 2),
+    }
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,57 @@ def test_who_waits_elsewhere_is_not_the_culprit():
     assert warning.text.startswith("rank 2 on host is missing from")
 
 
+def in_group(job, rank, *, arrived, ranks, waits=True):
+    """``rank`` waits in collective 3 of a group of some ranks."""
+    wait = Waiting(group="tensor[0,1]/main", op="all_reduce", seq=3, since=100.0, ranks=frozenset(ranks))
+    beat = Beat(step=12, arrived={"tensor[0,1]/main": arrived}, waiting=[wait] if waits else [])
+    job.do(job.roster.beat(rank, beat, job.now))
+
+
+def test_only_ranks_of_a_group_are_missing_from_it():
+    job = Clocked(4)
+    job.at(2)
+    job.at(3)
+    for _ in range(13):
+        job.run(0.5)
+        in_group(job, 0, arrived=3, ranks=[0, 1])
+        in_group(job, 1, arrived=2, ranks=[0, 1], waits=False)
+    (warning,) = job.of(Warn)
+    assert warning.text.startswith("rank 1 on host is missing from all_reduce #3 of tensor[0,1]/main")
+
+
+def test_a_group_of_some_ranks_that_does_not_end_names_them():
+    job = Clocked(4)
+    job.at(1)
+    job.at(3)
+    for _ in range(13):
+        job.run(0.5)
+        for rank in (0, 2):
+            in_group(job, rank, arrived=3, ranks=[0, 2])
+    (warning,) = job.of(Warn)
+    assert warning.text.startswith("ranks 0 and 2 have entered all_reduce #3")
+
+
+def test_a_rank_may_leave_while_a_group_that_it_is_not_in_works():
+    job = Clocked(3)
+    job.do(job.roster.leave(2, None, job.now))
+    for _ in range(6):
+        job.run(0.5)
+        in_group(job, 0, arrived=3, ranks=[0, 1])
+        in_group(job, 1, arrived=3, ranks=[0, 1])
+    assert not job.of(Stop)
+
+
+def test_a_rank_that_leaves_its_group_is_named():
+    job = Clocked(3)
+    in_group(job, 1, arrived=2, ranks=[0, 1], waits=False)
+    job.do(job.roster.leave(1, None, job.now))
+    for _ in range(4):
+        job.run(0.5)
+        in_group(job, 0, arrived=3, ranks=[0, 1])
+    assert job.headline.startswith("rank 1 on host left at step 12 (its script ended) while rank 0 on host waits in")
+
+
 def test_a_hang_beyond_the_timeout_stops_the_job():
     job = Clocked(2, timeout_s=10.0)
     job.at(0, seq=57, waits=True)

@@ -14,7 +14,7 @@ from gradwire.comm.text import all_gather_text
 from gradwire.core.group import Group, Levels
 
 Hosts = tuple[tuple[int, ...], ...]
-Open = Callable[[str, int, int], TorchGroup | SoloGroup]  # name, rank, size
+Open = Callable[[str, Sequence[int]], TorchGroup | SoloGroup]  # name, the ranks of the group in the job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,18 @@ def hosts_of(places: Sequence[Place]) -> Hosts:
     return tuple(sorted(hosts))
 
 
+def within(hosts: Hosts, ranks: Sequence[int]) -> Hosts:
+    """The hosts of some ranks, by their places among them. Pure.
+
+    >>> within(((0, 1), (2, 3)), (1, 2, 3))
+    ((0,), (1, 2))
+    """
+    found = (tuple(ranks.index(rank) for rank in host if rank in ranks) for host in hosts)
+    return tuple(sorted(host for host in found if host))
+
+
 def find_hosts(group: Group, place: Place) -> Hosts:
-    """`hosts_of` all ranks of ``group``; every rank calls it. Two collectives."""
+    """`hosts_of` all ranks of the job, which ``group`` holds; every rank calls it. Two collectives."""
     mine = json.dumps([place.node_rank, place.host, place.local_rank, place.local_size])
     said = [json.loads(text) for text in all_gather_text(group, mine, torch.device("cpu"))]
     return hosts_of(
@@ -65,14 +75,14 @@ def open_on_hosts(
     hosts: Hosts,
     *,
     open_inner: Open,
-    dress: Callable[[Group, str | None], Group],
+    dress: Callable[[Group, Sequence[int]], Group],
     timeout_s: float,
 ) -> Group:
-    """``group`` as fast as its hosts allow; every rank calls it.
+    """``group`` as fast as its hosts allow; every rank of it calls it.
 
-    All on one host: shared memory. Several hosts, some with several ranks: ``group`` itself, with ``levels``. Otherwise
-    ``group``. open_inner: opens a group of some ranks. dress: wraps a level in what the caller watches it with; the text is the
-    name under which every rank of the world has a group that does the same, None where only some ranks have one.
+    hosts: by places in the group. All on one host: shared memory. Several hosts, some with several ranks: ``group``
+    itself, with ``levels``. Otherwise ``group``. open_inner: opens a group of some ranks, by their places in this one.
+    dress: wraps a level, of these places, in what the caller watches it with.
     """
     if len(hosts) == 1:
         return open_shared(group, timeout_s=timeout_s)
@@ -80,11 +90,12 @@ def open_on_hosts(
         return group
     mine = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
     ranks = hosts[mine]
-    inside: Group = open_inner(f"{group.name}/host{mine}", ranks.index(group.rank), len(ranks))
+    inside: Group = open_inner(f"{group.name}/host{mine}", ranks)
     if inside.size > 1:
         inside = open_shared(inside, timeout_s=timeout_s)
     between: Group | None = None
     if ranks[0] == group.rank:
-        between = dress(open_inner(f"{group.name}/hosts", mine, len(hosts)), None)
-    group.levels = Levels(inside=dress(inside, f"{group.name}/host"), between=between)
+        firsts = tuple(each[0] for each in hosts)
+        between = dress(open_inner(f"{group.name}/hosts", firsts), firsts)
+    group.levels = Levels(inside=dress(inside, ranks), between=between)
     return group

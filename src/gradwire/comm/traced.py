@@ -22,8 +22,8 @@ VERDICT_WAIT_S = 3.0
 class Watch(Protocol):
     """Who is told where this rank is, and knows who failed (the heartbeat)."""
 
-    def arrive(self, group: str, op: str, seq: int) -> None:
-        """Collective ``seq`` of ``group`` begins on this rank."""
+    def arrive(self, group: str, op: str, seq: int, ranks: tuple[int, ...] | None = None) -> None:
+        """Collective ``seq`` of ``group`` begins on this rank. ranks: the group's, of the job; None: all."""
         ...
 
     def complete(self, group: str) -> None:
@@ -40,15 +40,9 @@ class Watch(Protocol):
 
 
 class Unstamped:
-    """Tells nobody where this rank is, and asks ``watch``, if there is one, for verdicts.
+    """Tells nobody: for ranks that nobody watches (threads, a world of one)."""
 
-    For ranks that nobody watches (threads, a world of one), and for a group of some ranks, in which the others are not missing.
-    """
-
-    def __init__(self, watch: Watch | None = None) -> None:
-        self._watch = watch
-
-    def arrive(self, group: str, op: str, seq: int) -> None:
+    def arrive(self, group: str, op: str, seq: int, ranks: tuple[int, ...] | None = None) -> None:
         return
 
     def complete(self, group: str) -> None:
@@ -58,7 +52,7 @@ class Unstamped:
         return
 
     def verdict(self, wait_s: float) -> Verdict | None:
-        return None if self._watch is None else self._watch.verdict(wait_s)
+        return None
 
 
 def blame(error: RuntimeError, watch: Watch, here: str) -> GradwireError:
@@ -76,14 +70,15 @@ def blame(error: RuntimeError, watch: Watch, here: str) -> GradwireError:
 
 
 class TracedGroup:
-    """Wraps a group; adds two attribute writes to a collective. name: the one it is stamped under, default its own."""
+    """Wraps a group; adds two attribute writes to a collective. ranks: its ranks in the job, None for all of them."""
 
-    def __init__(self, inner: Group, watch: Watch, *, where: str, name: str | None = None) -> None:
+    def __init__(self, inner: Group, watch: Watch, *, where: str, ranks: tuple[int, ...] | None = None) -> None:
         self._inner: Group | None = inner
         self._watch = watch
         self._where = where
         self._seq = 0
-        self.name = name or inner.name
+        self._ranks = ranks
+        self.name = inner.name
         self.rank = inner.rank
         self.size = inner.size
         self.levels = inner.levels
@@ -104,7 +99,7 @@ class TracedGroup:
 
     @contextmanager
     def _inside(self, op: str, seq: int) -> Generator[None]:
-        self._watch.arrive(self.name, op, seq)
+        self._watch.arrive(self.name, op, seq, self._ranks)
         try:
             yield
         except RuntimeError as error:  # what Gloo and NCCL raise for every broken connection

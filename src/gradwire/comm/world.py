@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.gloo import SoloGroup, TorchGroup, open_group
-from gradwire.comm.hosts import Hosts, Place, find_hosts, open_on_hosts
+from gradwire.comm.hosts import Hosts, Place, find_hosts, open_on_hosts, within
 from gradwire.comm.lane import Lane
 from gradwire.comm.meeting import Meeting, meet
-from gradwire.comm.traced import TracedGroup, Unstamped, blame
+from gradwire.comm.traced import TracedGroup, blame
 from gradwire.core.clock import StepAccount, StepClock
 from gradwire.core.group import Group
+from gradwire.core.mesh import AXES, Mesh
 from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan
 from gradwire.errors import PeerError, UsageError
@@ -53,7 +54,7 @@ class World:
     """This process among its peers. Made by ``gw.init()``; a context manager.
 
     rank, size: this process, 0 <= rank < size. local_rank, local_size: among those of this host. node_rank: the host.
-    device: where tensors of this rank live. plan: what the launcher was told, else the default.
+    device: where tensors of this rank live. plan: what the launcher was told, else the default. mesh: its axes.
     """
 
     def __init__(self, meeting: Meeting, *, device: torch.device, plan: Plan) -> None:
@@ -65,6 +66,7 @@ class World:
         self.host = socket.gethostname()
         self.device = device
         self.plan = plan
+        self.mesh = Mesh.of(plan.mesh, self.size)
         self.clock = StepClock()
         self.reading: MicrobatchSource | None = None
         self.local_only = 0
@@ -80,44 +82,68 @@ class World:
         self._serial = 0
         self._closed = False
 
-    def group(self, axis: str = "data", *, channel: str = "main") -> Group:
-        """The ranks along a mesh axis. A channel is a group of its own on the same ranks, for one issuing thread."""
-        if axis != "data":
-            raise UsageError(f"unknown mesh axis {axis!r}; allowed: data")
-        name = f"{axis}/{channel}"
+    def group(self, *axes: str, channel: str = "main") -> Group:
+        """The ranks along these mesh axes together, ``data`` by default.
+
+        A channel is a group of its own on the same ranks, for one issuing thread. The group's name holds its ranks where they
+        are not all of the job.
+        """
+        axes = axes or ("data",)
+        if unknown := [axis for axis in axes if axis not in AXES]:
+            raise UsageError(f"unknown mesh axis {unknown[0]!r}; allowed: {', '.join(AXES)}")
+        ranks = self.mesh.ranks_along(axes, self.rank)
+        whose = "" if len(ranks) == self.size else f"[{','.join(map(str, ranks))}]"
+        name = f"{'+'.join(axes)}{whose}/{channel}"
         if name not in self._groups:
-            self._groups[name] = self._open(name)
+            self._groups[name] = self._open(name, ranks)
         return self._groups[name]
 
-    def _open(self, name: str) -> Group:
-        watch, where = self._meeting.watch, f"rank {self.rank} on {self.host}"
-
-        def dress(group: Group, stamped_as: str | None) -> Group:
-            told = Unstamped(watch) if stamped_as is None else watch
-            return TracedGroup(group, told, where=where, name=stamped_as)
-
+    def _open(self, name: str, ranks: tuple[int, ...]) -> Group:
+        watch = self._meeting.watch
         try:
-            opened: Group = self._open_ranks(name, self.rank, self.size)
+            opened: Group = self._open_ranks(name, ranks)
             if isinstance(opened, TorchGroup) and self.device.type == "cpu":
-                opened = self._on_hosts(opened, dress)
+                opened = self._on_hosts(opened, ranks)
         except RuntimeError as error:  # the store's and Gloo's errors
-            raise blame(error, watch, f"{where} was opening {name}") from error
-        return opened if self.size == 1 else dress(opened, name)
+            raise blame(error, watch, f"{self._where} was opening {name}") from error
+        return opened if len(ranks) == 1 else self._traced(opened, ranks)
 
-    def _open_ranks(self, name: str, rank: int, size: int) -> TorchGroup | SoloGroup:
-        meeting = self._meeting
+    @property
+    def _where(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+    def _traced(self, group: Group, ranks: Sequence[int]) -> TracedGroup:
+        some = None if len(ranks) == self.size else tuple(ranks)
+        return TracedGroup(group, self._meeting.watch, where=self._where, ranks=some)
+
+    def _open_ranks(self, name: str, ranks: Sequence[int]) -> TorchGroup | SoloGroup:
+        meeting, place = self._meeting, ranks.index(self.rank)
         return open_group(
-            meeting.store, name=name, rank=rank, size=size, device=self.device, timeout_s=meeting.timeout_s
+            meeting.store, name=name, rank=place, size=len(ranks), device=self.device, timeout_s=meeting.timeout_s
         )
 
-    def _on_hosts(self, group: TorchGroup, dress: Callable[[Group, str | None], Group]) -> Group:
+    def _on_hosts(self, group: TorchGroup, ranks: tuple[int, ...]) -> Group:
+        def of(places: Sequence[int]) -> tuple[int, ...]:
+            return tuple(ranks[place] for place in places)
+
+        return open_on_hosts(
+            group,
+            within(self._known_hosts(), ranks),
+            open_inner=lambda name, places: self._open_ranks(name, of(places)),
+            dress=lambda inner, places: self._traced(inner, of(places)),
+            timeout_s=self._meeting.timeout_s,
+        )
+
+    def _known_hosts(self) -> Hosts:
+        """Of all ranks of the job, found by the first group that is opened: all ranks open their first ones alike."""
         if self._hosts is None:
             here = Place(
                 node_rank=self.node_rank, host=self.host, local_rank=self.local_rank, local_size=self.local_size
             )
-            self._hosts = find_hosts(group, here)
-        timeout_s = self._meeting.timeout_s
-        return open_on_hosts(group, self._hosts, open_inner=self._open_ranks, dress=dress, timeout_s=timeout_s)
+            everybody = self._traced(self._open_ranks("hosts", range(self.size)), range(self.size))
+            self._hosts = find_hosts(everybody, here)
+            everybody.close()
+        return self._hosts
 
     def lane(self, name: str) -> Lane:
         """The communication thread of the group ``name``."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from gradwire.core.arguments import cure_for
+from gradwire.core.mesh import Mesh
 from gradwire.core.spelling import parse
 from gradwire.errors import PlanError
 
@@ -66,12 +67,7 @@ class Plan:
         Traceback (most recent call last):
         gradwire.errors.PlanError: mesh data=3 needs 3 ranks, the launcher started 4; use data=4 or start 3
         """
-        size = self.mesh.get("data", world_size)
-        if size != world_size:
-            raise PlanError(
-                f"mesh data={size} needs {size} ranks, the launcher started {world_size}; "
-                f"use data={world_size} or start {size}"
-            )
+        Mesh.of(self.mesh, world_size)
 
     def words(self) -> str:
         """One line for people; equal plans say equal words."""

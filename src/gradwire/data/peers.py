@@ -38,8 +38,8 @@ class World(Protocol):
         """The loop is done with what was yielded."""
         ...
 
-    def group(self, axis: str, *, channel: str = ...) -> Group:
-        """The ranks along ``axis``; ``channel`` gives the caller's thread collectives of its own."""
+    def group(self, *axes: str, channel: str = ...) -> Group:
+        """The ranks along ``axes``; ``channel`` gives the caller's thread collectives of its own."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from gradwire.launch.hang import Waiting
 from gradwire.launch.verdict import MAX_FRAMES, Frame, Verdict
@@ -74,6 +74,7 @@ class Beat:
                 op=get_text(group, "op"),
                 seq=get_int(group, "seq"),
                 since=now - get_float(group, "waited_s"),
+                ranks=_parse_ranks(group.get("ranks")),
             )
             for group in groups
             if group.get("waited_s") is not None
@@ -85,6 +86,16 @@ class Beat:
             waiting=waiting,
             stack=[_parse_frame(entry) for entry in get_list(message, "stack")[:MAX_FRAMES]],
         )
+
+
+def _parse_ranks(entry: object) -> frozenset[int] | None:
+    match entry:
+        case None:
+            return None
+        case [*ranks] if all(isinstance(rank, int) for rank in ranks):
+            return frozenset(cast("list[int]", ranks))
+        case _:
+            raise WireError("the ranks of a group are not whole numbers")
 
 
 def _parse_frame(entry: object) -> Frame:

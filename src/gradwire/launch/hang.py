@@ -14,12 +14,21 @@ STALE_S = 1.0  # five beats
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A collective that a rank has entered and not left. since: the roster's clock, seconds."""
+    """A collective that a rank has entered and not left. since: the roster's clock, seconds.
+
+    ranks: those of the group, whose name is theirs alone; None: all of the job.
+    """
 
     group: str
     op: str
     seq: int
     since: float
+    ranks: frozenset[int] | None = None
+
+    def misses(self, member: Member) -> bool:
+        """The rank belongs to the group and has not come to the collective yet."""
+        belongs = self.ranks is None or member.rank in self.ranks
+        return belongs and member.arrived.get(self.group, 0) < self.seq
 
 
 @dataclass(kw_only=True)
@@ -78,9 +87,12 @@ class Hang:
         what = f"{self.waiting.op} #{self.waiting.seq} of {self.waiting.group}"
         waiter = members[self.waiter if self.waiter is not None else 0]
         if not self.culprits:
+            everybody = (
+                "every rank has" if self.waiting.ranks is None else f"{number_list(list(self.waiting.ranks))} have"
+            )
             return (
-                f"every rank has entered {what}{waiter.at_step(members, now)} but it has not ended for "
-                f"{now - self.since:.1f} s: {_stuck(members)}"
+                f"{everybody} entered {what}{waiter.at_step(members, now)} but it has not ended for "
+                f"{now - self.since:.1f} s: {_stuck(self._concerned(members))}"
             )
         names = ", ".join(members[rank].who for rank in self.culprits)
         verb = "is" if len(self.culprits) == 1 else "are"
@@ -92,9 +104,14 @@ class Hang:
         """What to do once the job has ended for it."""
         if self.culprits:
             return "cure: see where the missing rank is; if so long a wait is meant, raise --timeout"
-        if _one_host(members):
+        if _one_host(self._concerned(members)):
             return "cure: let all ranks take the same path through the program: the same models, batches and gw calls"
         return "cure: see whether the hosts reach one another (firewall, cables, MTU)"
+
+    def _concerned(self, members: Mapping[int, Member]) -> Mapping[int, Member]:
+        """The ranks of the group."""
+        ranks = None if self.waiting is None else self.waiting.ranks
+        return members if ranks is None else {rank: each for rank, each in members.items() if rank in ranks}
 
 
 def about_step(member: Member, members: Mapping[int, Member]) -> str:
@@ -139,7 +156,7 @@ def _waits(members: dict[int, Member], now: float, limit_s: float) -> Iterator[H
                 oldest[key] = (member.rank, waiting)
     for rank, waiting in oldest.values():
         if now - waiting.since > limit_s:
-            missing = [m for m in members.values() if m.alive and m.arrived.get(waiting.group, 0) < waiting.seq]
+            missing = [m for m in members.values() if m.alive and waiting.misses(m)]
             # A rank that itself waits elsewhere is held up by somebody: name those who wait for nobody, if any.
             culprits = [m for m in missing if not m.waiting] or missing
             if culprits or _all_inside(members.values(), waiting):
@@ -156,7 +173,7 @@ def _silences(members: dict[int, Member], now: float, silent_s: float) -> Iterat
     for member in members.values():
         if member.alive and member.heard_at is not None and now - member.heard_at > silent_s:
             waits = ((m, w) for m in members.values() if m.alive for w in m.waiting)
-            missed = [(m, w) for m, w in waits if member.arrived.get(w.group, 0) < w.seq]
+            missed = [(m, w) for m, w in waits if w.misses(member)]
             waiter, waiting = min(missed, key=lambda pair: pair[1].since, default=(None, None))
             rank = None if waiter is None else waiter.rank
             yield Hang(culprits=(member.rank,), since=member.heard_at, waiter=rank, waiting=waiting)

@@ -27,11 +27,15 @@ CONNECT_S = 5.0
 
 @dataclass(kw_only=True)
 class _Progress:
-    """One group: the last collective entered, and since when it has been running (None: it has ended)."""
+    """One group: the last collective entered, and since when it has been running (None: it has ended).
 
-    op: str = ""
-    seq: int = 0
-    since: float | None = None
+    ranks: the group's, None for all of the job.
+    """
+
+    op: str
+    seq: int
+    since: float | None
+    ranks: tuple[int, ...] | None
 
 
 class Heartbeat:
@@ -66,10 +70,10 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, args=(waiting,), name="gradwire-heartbeat", daemon=True)
         self._thread.start()
 
-    def arrive(self, group: str, op: str, seq: int) -> None:
-        """A collective begins on this rank; `seq` counts per group, from 1."""
+    def arrive(self, group: str, op: str, seq: int, ranks: tuple[int, ...] | None = None) -> None:
+        """A collective begins on this rank; `seq` counts per group, from 1. ranks: the group's, None for all of the job."""
         with self._lock:
-            self._groups[group] = _Progress(op=op, seq=seq, since=time.monotonic())
+            self._groups[group] = _Progress(op=op, seq=seq, since=time.monotonic(), ranks=ranks)
 
     def complete(self, group: str) -> None:
         """The collective that `group` was in has ended."""
@@ -224,6 +228,7 @@ class Heartbeat:
                     "op": progress.op,
                     "seq": progress.seq,
                     "waited_s": None if progress.since is None else now - progress.since,
+                    "ranks": progress.ranks,
                 }
                 for name, progress in self._groups.items()
             ]

@@ -184,7 +184,7 @@ class Roster:
             for waiter in self.members.values():
                 for waiting in waiter.waiting if waiter.alive else ():
                     settled = now - max(left.left_at, waiting.since) > LEAVE_WAIT_S
-                    if settled and left.arrived.get(waiting.group, 0) < waiting.seq:
+                    if settled and waiting.misses(left):
                         return self._left(left, waiter, waiting)
         return None
 
