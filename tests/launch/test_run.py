@@ -98,6 +98,12 @@ else:
     assert "while rank 0 on testhost waits in all_reduce #57 of data/gradients" in first
 
 
+def test_a_note_of_any_rank_is_shown(launch):
+    job = launch("heart.note(f'of {rank}')\nheart.leave(None)", "-n", "2")
+    assert job.wait() == 0
+    assert sorted(job.err().splitlines()) == ["gradwire: of 0", "gradwire: of 1"]
+
+
 def test_a_clean_end_releases_everybody_together(launch):
     body = """
 if rank == 1: time.sleep(0.5)

@@ -55,6 +55,13 @@ class Meeting:
         if self.heartbeat is not None:
             self.heartbeat.step, self.heartbeat.step_s = step, step_s
 
+    def note(self, text: str) -> None:
+        """Show a line of this rank's where the job's reports are shown, whatever becomes of its own output."""
+        if self.heartbeat is not None:
+            self.heartbeat.note(text)
+        else:
+            print(f"gradwire: {text}", file=sys.stderr, flush=True)
+
     def leave(self, reason: str | None, exit_code: int) -> None:
         """This rank is done; wait for the others."""
         if self.heartbeat is not None:

@@ -210,6 +210,10 @@ class World:
         if self.rank == 0:
             print(*words, flush=True)
 
+    def note(self, text: str) -> None:
+        """Say something that only this rank knows, where the user sees it: on the launcher's console."""
+        self._meeting.note(text)
+
     def account(self) -> StepAccount:
         """Where this rank's steps spent their time so far."""
         return self.clock.account()

@@ -172,6 +172,8 @@ class Coordinator:
         elif kind == "leave":
             code = get_int(message, "exit_code", low=0, high=255)
             self._do(roster.leave(rank, get_text(message, "reason") or None, now, exit_code=code))
+        elif kind == "note":
+            self._report(get_text(message, "text"))
         elif kind == "stacks":
             self._do(roster.stacks(rank, get_text(message, "text"), now))
         else:

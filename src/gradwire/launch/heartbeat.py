@@ -101,6 +101,10 @@ class Heartbeat:
         self._told = self._send(self._beat()) and self._send(message)
         return self._told
 
+    def note(self, text: str) -> None:
+        """Have a line shown where the job's reports are shown."""
+        self._send({"kind": "note", "text": shortened(text)})
+
     @property
     def failed(self) -> bool:
         """Whether the coordinator has been told by `fail`."""

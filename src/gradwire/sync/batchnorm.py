@@ -6,6 +6,7 @@ process group; here every rank's loss counts what it counts in the gradient (n_r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from gradwire.core.group import Group
+from gradwire.errors import UsageError
 from gradwire.sync.weighting import Weighting
 
 
@@ -85,6 +87,27 @@ def synchronise_batch_norm(model: nn.Module, group: Group, weighting: Weighting,
     made: dict[int, SyncBatchNorm] = {}
     for parent, name, layer in swaps:
         setattr(parent, name, made.setdefault(id(layer), SyncBatchNorm(layer, group, weighting)))
+
+
+def refuse_single_samples(model: nn.Module) -> list[Callable[[], None]]:
+    """Before torch's BatchNorm refuses a rank's part of one sample, say what to do. Returns how to stop that."""
+    layers = [
+        each
+        for each in model.named_modules()
+        if isinstance(each[1], _BatchNorm) and not isinstance(each[1], SyncBatchNorm)
+    ]
+    return [layer.register_forward_pre_hook(_refuse_single(name)).remove for name, layer in layers]
+
+
+def _refuse_single(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def refuse(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if layer.training and args and args[0].dim() > 1 and args[0].numel() == args[0].shape[1]:
+            raise UsageError(
+                f"BatchNorm layer {name!r}: this rank's part of the batch is one value a channel, of which BatchNorm cannot take "
+                'a variance; use Plan(batch_norm="sync"), which takes it over all ranks, or drop_last=True, or larger batches'
+            )
+
+    return refuse
 
 
 class _Normalise(torch.autograd.Function):

@@ -77,12 +77,15 @@ def distribute(
     parts = Parts(model, world, channels, plan, policy, loader)
     gradients, parameters = parts.gradients(), parts.parameters()
     steps = StepHooks(parts, gradients, parameters)
-    removes = steps.attach(optimizers)
+    removes = steps.attach(optimizers) + parts.guards
+
+    loading = parts.loading
 
     def detach() -> None:
         for remove in removes:
             remove()
         gradients.close()
+        loading.close()
 
     attachment = Attachment(detach=detach, groups=tuple(parts.group_names), owners=_owners(model, optimizers))
     world.replace_attachment(id(model), attachment)
@@ -93,6 +96,7 @@ def distribute(
         gradients=gradients,
         parameters=parameters,
         steps=steps,
+        loading=loading,
     )
 
 

@@ -136,7 +136,7 @@ class GradientSync:
         self._waiting = [len(spec.slots) for spec in self._layout]
         self._next_bucket = 0
         if self._mode == "sync":
-            self._exchange.open(self._window.opening(self._weighting.microbatch))
+            self._exchange.open(self._weighting.opening(self._window))
             if self._world.size > 1:
                 self._buffers.collect(self._window.count)
                 if not self._policy.delay:

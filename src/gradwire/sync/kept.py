@@ -13,6 +13,7 @@ from gradwire.errors import MismatchError, UsageError
 if TYPE_CHECKING:
     from gradwire.comm.world import World
     from gradwire.sync.gradients import GradientSync
+    from gradwire.sync.loading import Loading
     from gradwire.sync.parameters import ParameterSync
     from gradwire.sync.steps import StepHooks
 
@@ -93,6 +94,7 @@ class Distributed:
         gradients: GradientSync,
         parameters: ParameterSync | None,
         steps: StepHooks,
+        loading: Loading,
     ) -> None:
         self._world = world
         self._names = [name for name, _ in params]
@@ -101,6 +103,7 @@ class Distributed:
         self._gradients = gradients
         self._parameters = parameters
         self._steps = steps
+        self._loading = loading
 
     def agree(self) -> None:
         """Agree on parameters and buffers now, so that all ranks hold the same: before the weights are saved or tested.
@@ -159,6 +162,7 @@ class Distributed:
             self._parameters.load(fragments, same=same)
         elif same is None and any(fragments):  # registration order: a fragment is consecutive parameters
             take_mean(self._params, [[own for fragment in rank for own in fragment["own"]] for rank in fragments])
+        self._loading.resumed()
 
     def _checked(self, states: Sequence[SyncState]) -> list[SyncState]:
         if not states:

@@ -14,6 +14,7 @@ from gradwire.core.reducer import Reducer
 from gradwire.sync.buckets import START_BUCKET_BYTES, ParamSpec, difference, lay_out, spec_of, views_of
 from gradwire.sync.exchange import Agreement, Exchange
 from gradwire.sync.kept import FragmentState, take_mean
+from gradwire.sync.loading import Loading
 from gradwire.sync.opening import Opening
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -21,12 +22,13 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One parameter and where it stands: in its bucket's values, and in what was agreed last."""
+    """One parameter and where it stands: in its bucket's values, in what was agreed last, and in the outer momentum."""
 
     name: str
     param: nn.Parameter
     sent: Tensor
     anchor: Tensor
+    velocity: Tensor
 
 
 @dataclass(kw_only=True)
@@ -65,10 +67,12 @@ class ParameterSync:
         reducer: Reducer,
         outer: Outer,
         late: int,
+        loading: Loading,
         bucket_bytes: int | None,
     ) -> None:
         self._outer = outer
         self._late = late
+        self._loading = loading
         self._reducer = reducer
         self._bucket_bytes = bucket_bytes or START_BUCKET_BYTES
         parts = split_evenly(params, len(exchanges))
@@ -79,10 +83,11 @@ class ParameterSync:
         exchange.build(layout)
         flats = exchange.flats(0)
         anchors = [torch.zeros_like(flat) for flat in flats]
-        sent, anchor = views_of(layout, flats), views_of(layout, anchors)
+        velocities = [torch.zeros_like(flat) for flat in flats]
+        sent, anchor, velocity = (views_of(layout, each) for each in (flats, anchors, velocities))
         places = [
             [
-                Place(name=params[i][0], param=params[i][1], sent=sent[i], anchor=anchor[i])
+                Place(name=params[i][0], param=params[i][1], sent=sent[i], anchor=anchor[i], velocity=velocity[i])
                 for i in (slot.param.index for slot in spec.slots)
             ]
             for spec in layout
@@ -92,7 +97,7 @@ class ParameterSync:
             exchange=exchange,
             places=places,
             anchors=anchors,
-            velocities=[torch.zeros_like(flat) for flat in flats],
+            velocities=velocities,
             owns=[torch.zeros_like(flat) for flat in flats] if self._late else [],
         )
         _follow(fragment)
@@ -106,6 +111,23 @@ class ParameterSync:
         """The parameters were agreed by other means (an exact step): they are the new anchors."""
         for fragment in self._fragments:
             _follow(fragment)
+
+    @torch.no_grad()
+    def loaded(self, params: Sequence[nn.Parameter]) -> None:
+        """The user has loaded these: they are what the ranks agree on, whatever is on its way, and they do not move."""
+        for fragment in self._fragments:
+            found = [place for places in fragment.places for place in places if any(place.param is p for p in params)]
+            if found:
+                self._drop(fragment)
+            for place in found:
+                place.anchor.copy_(place.param)
+                place.velocity.zero_()
+
+    def _drop(self, fragment: Fragment) -> None:
+        """Forget what is on its way."""
+        wait, fragment.wait = fragment.wait, None
+        if wait is not None:
+            wait()
 
     def stepped(self, count: float) -> tuple[str, ...]:
         """This rank has made a local step on ``count`` samples. Takes what is due; returns who met a NaN in it."""
@@ -129,7 +151,8 @@ class ParameterSync:
         exchange, flats = fragment.exchange, fragment.exchange.flats(0)
         counts = fragment.count > 0
         unit = fragment.count if counts else 1.0
-        exchange.open(Opening(count=fragment.count, unit=unit, explicit=True, microbatch=microbatch))
+        loaded = self._loading.take()
+        exchange.open(Opening(count=fragment.count, unit=unit, explicit=True, microbatch=microbatch, loaded=loaded))
         bad: list[str] = []
         for index, places in enumerate(fragment.places):
             for place in places:

@@ -18,11 +18,12 @@ from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Link, Reducer
-from gradwire.sync.batchnorm import has_synchronised, synchronise_batch_norm
+from gradwire.sync.batchnorm import has_synchronised, refuse_single_samples, synchronise_batch_norm
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.exchange import Exchange
 from gradwire.sync.fingerprint import plain_name
 from gradwire.sync.gradients import GradientSync
+from gradwire.sync.loading import Loading
 from gradwire.sync.parameters import ParameterSync
 from gradwire.sync.weighting import Weighting
 
@@ -72,13 +73,15 @@ class Parts:
         self.policy = policy
         self._reducer = _on_levels(policy.reducer or AllReduce(), channels.lanes[0])
         self._routes = [(group, world.lane(group.name)) for group in channels.lanes]
-        self.weighting = Weighting(world, loader, spans_batches=policy.spans_batches)
+        self.loading = Loading(model.modules() if world.size > 1 else ())
+        self.weighting = Weighting(world, loader, self.loading, spans_batches=policy.spans_batches)
         self.group_names = channels.names
         new_norms = plan.batch_norm == "sync" and world.size > 1
         if new_norms or has_synchronised(model):
             group = world.group("data", channel=f"batchnorm{world.next_serial()}")
             self.group_names.append(group.name)
             synchronise_batch_norm(model, group, self.weighting, new=new_norms)
+        self.guards = refuse_single_samples(model) if world.size > 1 and plan.batch_norm == "local" else []
         named = [(plain_name(name), param) for name, param in model.named_parameters()]
         self.trained = [(name, param) for name, param in named if param.requires_grad]
         self.frozen = [(name, param) for name, param in named if not param.requires_grad]
@@ -106,14 +109,17 @@ class Parts:
         if self.policy.outer is None:
             return None
         exchanges = [Exchange(self._routes, self.world.device) for _ in range(self.policy.num_fragments)]
-        return ParameterSync(
+        parameters = ParameterSync(
             self.trained,
             exchanges,
             reducer=self._reducer,
             outer=self.policy.outer,
             late=self.policy.late,
+            loading=self.loading,
             bucket_bytes=self.plan.bucket_bytes,
         )
+        self.loading.on_load = parameters.loaded
+        return parameters
 
 
 def _on_levels(reducer: Reducer, group: Group) -> Reducer:

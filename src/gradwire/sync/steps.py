@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
@@ -102,10 +101,13 @@ class StepHooks:
 
     def _agreed_loss(self, closure: Closure) -> Callable[[], Tensor]:
         """``closure``, returning the mean of the ranks' losses, weighed as their gradients are."""
-        if self._parameters is not None:
+        if self._parameters is not None or self._parts.policy.delay:
+            what = (
+                "which local steps never agree" if self._parameters else "and delayed gradients belong to another loss"
+            )
             raise UsageError(
-                "an optimizer with a closure (LBFGS) decides by the loss, which local steps never agree; "
-                "use another optimizer, or a sync that agrees every step"
+                f"an optimizer with a closure (LBFGS) decides by the loss, {what}; use another optimizer, or a sync that "
+                "agrees every step"
             )
         world = self._world
 
@@ -132,8 +134,7 @@ class StepHooks:
         if agreed:
             self._world.log(f"gradwire: step {self._world.step} skipped on all ranks: {what} ({named})")
         else:  # the others do not know
-            skipped = f"gradwire: step {self._world.step} skipped on rank {self._world.rank} alone: {what} ({named})"
-            print(skipped, file=sys.stderr, flush=True)
+            self._world.note(f"step {self._world.step} skipped on rank {self._world.rank} alone: {what} ({named})")
         for param_group in optimizer.param_groups:
             for param in param_group["params"]:
                 param.grad = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from gradwire.comm.world import World
 from gradwire.core.microbatch import Microbatch, MicrobatchSource
 from gradwire.errors import UsageError
+from gradwire.sync.loading import Loading
 from gradwire.sync.opening import Opening
 
 
@@ -44,8 +45,11 @@ class Weighting:
     A window that spans_batches has a total that only its exchange can tell.
     """
 
-    def __init__(self, world: World, source: MicrobatchSource | None, *, spans_batches: bool = False) -> None:
+    def __init__(
+        self, world: World, source: MicrobatchSource | None, loading: Loading, *, spans_batches: bool = False
+    ) -> None:
         self._world = world
+        self._loading = loading
         self._spans_batches = spans_batches
         self._source = source
         self._spent_serial = world.weight_serial
@@ -69,6 +73,7 @@ class Weighting:
 
     def begin(self) -> Weight:
         """A backward begins."""
+        self._loading.take_up()
         weight = self._next()
         used = _Use(serial=self._world.weight_serial, microbatch=self.microbatch, explicit=weight.total is None)
         self._running = replace(weight, first=self._used is None or not used.same(self._used))
@@ -78,6 +83,16 @@ class Weighting:
     def end(self) -> None:
         """It ended."""
         self._running = None
+
+    def opening(self, window: Window) -> Opening:
+        """What the exchange of ``window`` opens with."""
+        return Opening(
+            count=window.count,
+            unit=window.unit or 1.0,
+            explicit=window.relative,
+            microbatch=self.microbatch,
+            loaded=self._loading.take(),
+        )
 
     def settle(self) -> None:
         """The optimizer steps: the counts used so far are spent."""
@@ -158,7 +173,3 @@ class Window:
     def local_unit(self, world_size: int) -> float:
         """Under ``no_sync``, ``.grad`` holds scale x this, so that equal weights leave autograd's own values (as DDP)."""
         return 1.0 if self.relative else float(world_size)
-
-    def opening(self, microbatch: Microbatch | None) -> Opening:
-        """What the exchange opens with."""
-        return Opening(count=self.count, unit=self.unit or 1.0, explicit=self.relative, microbatch=microbatch)
