@@ -310,6 +310,14 @@ def test_the_page_advises_what_was_measured() -> None:
     assert "| `q4` | 2.00 |" in text
 
 
+def test_the_page_gives_the_bytes_of_the_formula_and_measured_ones_where_there_is_none() -> None:
+    sent = {"q4-h8-late": 0.08, "lowrank-r16": 0.095}
+    measured = part("lab-100", "conv", {"ddp": 1.0, "q4-h8-late": 0.25, "lowrank-r16": 0.5}, sent)
+    text = page({"name": "slow-networks", **ABOUT, "parts": [measured]}, {"name": "quality", "about": {}, "runs": []})
+    assert "| `local:every=8,codec=q4,late=6` | 4.00 | 0.064 |" in text
+    assert "| `lowrank:rank=16` | 2.00 | 0.095 |" in text
+
+
 @pytest.mark.skipif(
     not all((RESULTS / f"{name}.json").exists() for name in ("slow-networks", "quality")), reason="not measured yet"
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -19,9 +20,14 @@ from gradwire.launch.output import OutputMode
 
 __all__ = ["main"]
 
+READER_GONE = 128 + 13  # what a shell reports of a program that SIGPIPE ended
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, a worker's own, 1 for a failure, 2 for wrong usage."""
+    """Run the command line; returns the exit code: 0, a worker's own, 1 for a failure, 2 for wrong usage.
+
+    141 if the reader of what it prints (help, a plan) has gone.
+    """
     try:
         options = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
         act: Callable[[argparse.Namespace], int] = options.act
@@ -34,7 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _say(*lines: str) -> int:
+    """Print, and flush while a reader that has gone (``| head -1``) can still be met quietly; returns the exit code."""
+    try:
+        print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter flushes at its end
+        return READER_GONE
+    return 0
+
+
 class _Parser(argparse.ArgumentParser):
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        super().exit(_say() or status, message)  # after --help or --version
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
@@ -47,8 +66,7 @@ class _ShowVersion(argparse.Action):
             version = importlib.metadata.version("gradwire")
         except importlib.metadata.PackageNotFoundError:
             version = "(not installed)"
-        print(f"gradwire {version}")
-        parser.exit()
+        parser.exit(_say(f"gradwire {version}"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,9 +208,7 @@ def _show(options: argparse.Namespace) -> int:
         plan.check(options.n)
     from gradwire.sync.named import explain  # only here: it needs torch, which the launcher does not
 
-    print(plan.words())
-    print(explain(plan.sync, options.n or plan.mesh.get("data", 2)))
-    return 0
+    return _say(plan.words(), explain(plan.sync, options.n or plan.mesh.get("data", 2)))
 
 
 def _whole(text: str) -> int:

@@ -1,5 +1,6 @@
 """Wrong usage ends with code 2 and one line: option, value, what is allowed."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -108,7 +109,41 @@ def test_a_plan_is_explained_with_what_it_sends(script, capsys):
     assert cli.main(["plan", "show", "good.toml", "--sync", "accumulate:every=4"]) == 0
     said = capsys.readouterr().out
     assert "agreed every 4 batches" in said
-    assert "1.000 bytes per parameter and step" in said
+    assert "1.00 bytes per parameter and step" in said
+
+
+@pytest.mark.parametrize(
+    ("sync", "num_ranks", "words"),
+    [
+        ("exact", 2, "sends 4.00 bytes per parameter and step (exact every step: 4.00)\n"),
+        ("exact", 1, "sends 0 bytes per parameter and step (exact every step: 0)\n"),
+        ("q4", 2, "error feedback, tensors below 1,024 numbers exact\n"),
+        ("q4", 1, "(exact every step: 0)\n"),
+        ("topk:ratio=0.6", 2, "sends 4.80 bytes per parameter and step (exact every step: 4.00): more than exact\n"),
+        ("local:every=1", 2, "(exact every step: 4.00): as much as exact\n"),
+        ("topk:ratio=0.5", 2, "(exact every step: 4.00): as much as exact\n"),
+        ("local:every=64,codec=lowrank(rank=4)", 2, "sends 0.000488 bytes per parameter and step (for matrices of 512"),
+        ("lowrank:exact_steps=3", 2, "(for matrices of 512 x 512; it depends on the shapes) (exact every step: 4.00)"),
+    ],
+)
+def test_what_a_plan_sends_is_said_with_what_it_rests_on(capsys, sync, num_ranks, words):
+    assert cli.main(["plan", "show", "--sync", sync, "-n", str(num_ranks)]) == 0
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["plan", "show"], ["--help"], ["--version"]], ids=lambda words: words[0])
+def test_a_reader_that_has_gone_is_met_quietly(arguments, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "gradwire", *arguments]
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert done.returncode in (0, 141)
+    assert done.stderr == ""
 
 
 def test_the_sync_option_reaches_the_plan(script):

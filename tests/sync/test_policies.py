@@ -430,6 +430,14 @@ def test_policies_say_what_is_wrong_with_their_settings() -> None:
         (lambda: gw.Plan(sync="local:every=4,codec=local"), "codec=local must be one of"),
         (lambda: gw.Plan(sync="topk:ratio=2"), "ratio=2 must be a share"),
         (lambda: gw.Plan(sync="local:every=4,codec=topk(ratio=0.1"), "a bracket is not closed"),
+        (lambda: gw.Plan(sync="local:every=4,codec=topk(ratio=0.1))"), "a bracket too many is closed; options of"),
+        (lambda: gw.Plan(sync="topk(ratio=0.01))"), "a bracket too many is closed; write topk:ratio=0.01$"),
+        (lambda: gw.Plan(sync="topk(ratio=0.01"), "a bracket is not closed; write topk:ratio=0.01$"),
+        (lambda: gw.Plan(sync="q4,exact_steps=3"), "write q4:exact_steps=3; allowed"),
+        (lambda: gw.Plan(sync="local every=8"), "write local:every=8; allowed"),
+        (lambda: gw.Plan(sync="local(every=8)"), "write local:every=8; allowed"),
+        (lambda: gw.Plan(sync="topk(ratio=2)"), "write topk:KEY=VALUE; allowed"),
+        (lambda: gw.Plan(sync="local:every=99999999999999999999"), "at least 1 and at most 999,999,999"),
         (lambda: gw.Plan(sync="q4:,"), "'' is not KEY=VALUE"),
         (lambda: gw.Plan(sync="q4:exact_steps=3,,"), "'' is not KEY=VALUE"),
         (lambda: gw.Plan(sync="Q4"), "unknown name 'Q4'; perhaps q4"),
@@ -452,6 +460,12 @@ def test_policies_say_what_is_wrong_with_their_settings() -> None:
     ]:
         with pytest.raises((gw.UsageError, gw.PlanError), match=words):
             make()
+
+
+def test_once_is_said_in_the_singular() -> None:
+    assert "every local step after 1 exact step (" in LocalSteps(every=1, exact_steps=1).words()
+    assert "every 2 local steps, taken 1 step late (" in LocalSteps(every=2, late=1, exact_steps=0).words()
+    assert Accumulate(every=1).words().endswith("every batch, which is one step")
 
 
 def test_spaces_in_a_text_do_not_make_another_plan() -> None:

@@ -16,6 +16,7 @@ from gradwire.core.reducer import Bucket, Link, Reducer, State
 from gradwire.errors import UsageError
 
 SMALLEST_CODED = 1024  # below it a message costs its latency, not its bytes
+SMALL_EXACT = f"tensors below {SMALLEST_CODED:,} numbers exact"
 UNIT = 256  # a share is whole blocks of every codec
 CODEC_S_PER_NUMBER = 2e-9  # encode and decode on one core, about: enough to tell a codec from none on a fast network
 
@@ -56,7 +57,7 @@ class Compressed(_Coded):
 
     >>> from gradwire.compress.cast import Cast
     >>> Compressed(Cast(torch.bfloat16)).words()
-    'bfloat16'
+    'bfloat16, tensors below 1,024 numbers exact'
     """
 
     codec: Compressor
@@ -74,7 +75,7 @@ class Compressed(_Coded):
         return {}
 
     def words(self) -> str:
-        return self.codec.words()
+        return f"{self.codec.words()}, {SMALL_EXACT}"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class ErrorFeedback(_Coded):
         return following
 
     def words(self) -> str:
-        return f"{self.codec.words()}, error feedback"
+        return f"{self.codec.words()}, error feedback, {SMALL_EXACT}"
 
 
 def key_of(step: int, index: int) -> int:

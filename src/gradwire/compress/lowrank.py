@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compress.exact import AllReduce
-from gradwire.compress.feedback import SMALLEST_CODED, still_to_send
+from gradwire.compress.feedback import SMALL_EXACT, SMALLEST_CODED, still_to_send
 from gradwire.core.group import Group
 from gradwire.core.reducer import Bucket, Link, Piece, Reducer, State
 from gradwire.errors import UsageError
@@ -101,7 +101,7 @@ class LowRank:
         return link.seconds(self.sent_bytes(numel, link.num_ranks)) + codec_s
 
     def words(self) -> str:
-        return f"rank {self.rank}, one factor a step, error feedback"
+        return f"rank {self.rank}, one factor a step, error feedback, vectors and {SMALL_EXACT}"
 
     def _shrinks(self, shape: tuple[int, ...]) -> bool:
         if len(shape) < 2 or math.prod(shape) < SMALLEST_CODED:

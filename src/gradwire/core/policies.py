@@ -21,6 +21,10 @@ def _ends_window(micro: Microbatch | None) -> bool:
     return micro is None or micro.last
 
 
+def _steps(count: int, kind: str = "") -> str:
+    return f"{count} {kind}step{'' if count == 1 else 's'}"
+
+
 def _check_how(owner: str, reducer: object) -> None:
     if reducer is not None:
         require_reducers(owner, reducer=reducer)
@@ -91,7 +95,8 @@ class Accumulate(_GradientsOnly):
         return "agree" if _ends_window(micro) and step % self.every == self.every - 1 else "keep"
 
     def words(self) -> str:
-        return f"gradients are agreed every {self.every} batches, which are one step"
+        batches = "batch, which is" if self.every == 1 else f"{self.every} batches, which are"
+        return f"gradients are agreed every {batches} one step"
 
     def syncs_per_step(self) -> float:
         return 1.0 / self.every
@@ -200,9 +205,10 @@ class LocalSteps:
     def words(self) -> str:
         outer = self.outer.words() if self.outer else ""
         parts = f", {self.fragments} fragments in turn" if self.fragments > 1 else ""
-        parts += f", taken {self.late} steps late" if self.late else ""
-        warm_up = f" after {self.exact_steps} exact steps" if self.exact_steps else ""
-        return f"parameters are agreed every {self.every} local steps{parts}{warm_up} ({outer})"
+        parts += f", taken {_steps(self.late)} late" if self.late else ""
+        warm_up = f" after {_steps(self.exact_steps, 'exact ')}" if self.exact_steps else ""
+        every = "local step" if self.every == 1 else _steps(self.every, "local ")
+        return f"parameters are agreed every {every}{parts}{warm_up} ({outer})"
 
     def syncs_per_step(self) -> float:
         return 1.0 / self.every

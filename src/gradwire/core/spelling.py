@@ -33,13 +33,16 @@ class Spelled:
     codec: Spelled | None = None
 
 
+MOST = 999_999_999  # of anything counted
+
+
 def _whole(least: int) -> Option:
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least or len(text) > 9:
+        if not text.isdecimal() or not least <= int(text) <= MOST:
             raise ValueError
         return int(text)
 
-    return Option(read=read, allowed=f"a whole number, at least {least}")
+    return Option(read=read, allowed=f"a whole number, at least {least} and at most {MOST:,}")
 
 
 def _number(low: float, high: float, words: str) -> Option:
@@ -95,27 +98,54 @@ def parse(text: str) -> Spelled:
     Traceback (most recent call last):
     gradwire.errors.PlanError: sync 'q4:bits=3': q4 has no option 'bits'; allowed: exact_steps
     """
-    if text.count("(") != text.count(")"):
-        raise PlanError(
-            f"sync {text!r}: a bracket is not closed; options of a codec: local:every=8,codec=topk(ratio=0.01)"
-        )
+    if (opened := text.count("(")) != (closed := text.count(")")):
+        wrong = "a bracket is not closed" if opened > closed else "a bracket too many is closed"
+        cure = _cure(text) or "options of a codec: local:every=8,codec=topk(ratio=0.01)"
+        raise PlanError(f"sync {text!r}: {wrong}; {cure}")
     name, colon, rest = text.strip().partition(":")
     if name not in CODECS and name not in POLICIES:
         raise PlanError(
-            f"sync {text!r}: unknown name {name!r}; {_meant(name)}allowed: {', '.join([*CODECS, *POLICIES])}"
+            f"sync {text!r}: unknown name {name!r}; {_meant(name, text)}allowed: {', '.join([*CODECS, *POLICIES])}"
         )
     if colon and not rest.strip():
         raise PlanError(f"sync {text!r}: nothing follows the colon; write {name}:KEY=VALUE or just {name}")
     return _spelled(name, _pairs(rest, text), text)
 
 
-def _meant(name: str) -> str:
+def _meant(name: str, whole: str) -> str:
     """A guess at what an unknown name was to be, for people."""
-    base, bracket, rest = name.lower().partition("(")
-    if bracket and base in CODECS:
-        return f"outside of codec= write {base}:{rest.removesuffix(')')}; "
-    close = get_close_matches(base.strip(), [*CODECS, *POLICIES], n=1)
+    if cure := _cure(whole):
+        return f"{cure}; "
+    close = get_close_matches(re.split(r"[(,]", name.lower())[0].strip(), [*CODECS, *POLICIES], n=1)
     return f"perhaps {close[0]}; " if close else ""
+
+
+def _cure(text: str) -> str:
+    """What to write where an option follows a known name without a colon; empty where that is not what is wrong.
+
+    >>> _cure("local(every=8,codec=topk(ratio=0.1))"), _cure("localevery=8"), _cure("lokal:every=8")
+    ('write local:every=8,codec=topk(ratio=0.1)', 'write local:every=8', '')
+    """
+    text = "".join(text.lower().split())
+    for name in (*CODECS, *POLICIES):
+        rest = text.removeprefix(name).lstrip("(,;")
+        if text.startswith(name) and rest.startswith(tuple(f"{key}=" for key in _keys(name))):
+            while rest.endswith(")") and rest.count(")") > rest.count("("):
+                rest = rest.removesuffix(")")
+            return f"write {name}:{rest if _right(f'{name}:{rest}') else 'KEY=VALUE'}"
+    return ""
+
+
+def _right(text: str) -> bool:
+    try:
+        parse(text)
+    except PlanError:
+        return False
+    return True
+
+
+def _keys(name: str) -> list[str]:
+    return [*CODECS[name]] if name in CODECS else [*POLICIES[name], "codec"]
 
 
 def _pairs(text: str, whole: str) -> dict[str, str]:
@@ -139,8 +169,8 @@ def _spelled(name: str, pairs: dict[str, str], whole: str) -> Spelled:
     options: dict[str, Value] = {}
     for key, value in pairs.items():
         if key not in known:
-            allowed = [*known, *(["codec"] if name in POLICIES else [])]
-            raise PlanError(f"sync {whole!r}: {name} has no option {key!r}; allowed: {', '.join(allowed) or 'none'}")
+            allowed = ", ".join(_keys(name)) or "none"
+            raise PlanError(f"sync {whole!r}: {name} has no option {key!r}; allowed: {allowed}")
         try:
             options[key] = known[key].read(value)
         except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -10,7 +11,7 @@ from gradwire.compress.cast import Cast
 from gradwire.compress.choice import After
 from gradwire.compress.exact import AllReduce
 from gradwire.compress.feedback import ErrorFeedback
-from gradwire.compress.lowrank import LowRank
+from gradwire.compress.lowrank import USUAL_SIDE, LowRank
 from gradwire.compress.quantize import Quantize
 from gradwire.compress.sampled import Sampled
 from gradwire.compress.topk import TopK
@@ -42,18 +43,45 @@ def explain(sync: Sync, num_ranks: int) -> str:
 
     >>> print(explain("accumulate:every=4", 2))
     gradients are agreed every 4 batches, which are one step; exact all-reduce
-    with 2 workers each sends 1.000 bytes per parameter and step (exact every step: 4.000)
+    with 2 workers each sends 1.00 bytes per parameter and step (exact every step: 4.00)
     """
     policy = policy_of(sync)
     reducer, exact = policy.reducer or AllReduce(), AllReduce()
     many = 1 << 20
     workers = "1 worker it" if num_ranks == 1 else f"{num_ranks} workers each"
     sent = policy.syncs_per_step() * reducer.sent_bytes(many, num_ranks) / many
+    exact_sent = exact.sent_bytes(many, num_ranks) / many
+    is_exact = policy in (EveryStep(), EveryStep(reducer=exact))
+    hint = "" if is_exact else _beside_exact(sent, exact_sent)
     return (
         f"{policy.words()}; {reducer.words()}\n"
-        f"with {workers} sends {sent:.3f} bytes per parameter and step "
-        f"(exact every step: {exact.sent_bytes(many, num_ranks) / many:.3f})"
+        f"with {workers} sends {_three_digits(sent)} bytes per parameter and step{_assumed(reducer)} "
+        f"(exact every step: {_three_digits(exact_sent)}){hint}"
     )
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits, more before the point, and never an exponent.
+
+    >>> [_three_digits(value) for value in (0, 0.00048828, 4, 15.9844, 7992)]
+    ['0', '0.000488', '4.00', '16.0', '7992']
+    """
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value else "0"
+
+
+def _beside_exact(sent: float, exact_sent: float) -> str:
+    """A hint for another plan than exact that saves nothing; one worker sends nothing anyway."""
+    if not exact_sent or sent < exact_sent:
+        return ""
+    return ": more than exact" if sent > exact_sent else ": as much as exact"
+
+
+def _assumed(reducer: Reducer) -> str:
+    """What shapes the number of bytes is for, where it depends on them."""
+    last = reducer.reducer if isinstance(reducer, After) else reducer
+    if not isinstance(last, LowRank):
+        return ""
+    return f" (for matrices of {USUAL_SIDE} x {USUAL_SIDE}; it depends on the shapes)"
 
 
 def _policy(spelled: Spelled) -> SyncPolicy:
