@@ -8,7 +8,7 @@ CALM := tests/conformance tests/compress tests/sync
 FAST := not slow and not lab and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format data bench bench-slow quality plot lab test-lab test-all clean
+.PHONY: help demo test check format data bench bench-slow bench-host quality plot lab test-lab test-all clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || \
@@ -52,6 +52,10 @@ bench: $(READY) ## every benchmark against DDP, on a quiet machine (about an hou
 
 bench-slow: $(READY) ## every plan and PyTorch's ways on slow networks (root; a quiet machine; about two hours)
 	$(BIN)/python -m benchmarks.slow_networks
+
+bench-host: $(READY) ## what the codecs and the exchange in shared memory cost (a quiet machine; a minute)
+	$(BIN)/python -m benchmarks.codec_cost
+	$(BIN)/python -m benchmarks.shared_memory
 
 quality: data   ## what each plan costs in loss, three seeds (about an hour; goes on where it was stopped)
 	$(BIN)/python -m benchmarks.quality --all --seeds 3

@@ -1,4 +1,4 @@
-"""What the codecs cost a core: ``python -m benchmarks.codec_cost --out FILE``.
+"""What the codecs cost a core: ``python -m benchmarks.codec_cost`` (``make bench-host``; half a minute).
 
 Nanoseconds a number of ``encode`` with error feedback and of ``decode``, in torch's own operations and compiled, beside a
 memcpy of the same numbers in the same run. One pinned core, one thread; in every repetition all variants take turns.
@@ -7,10 +7,9 @@ memcpy of the same numbers in the same run. One pinned core, one thread; in ever
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.measure import pin
 from benchmarks.report import Span
+from benchmarks.results import RESULTS, about, write
 from gradwire.comm.gloo import SoloGroup
 from gradwire.compress import cast, kernels, quantize
 from gradwire.compress.cast import Cast
@@ -30,26 +30,38 @@ from gradwire.core.reducer import Bucket, Piece
 
 SIDE = 1024  # the numbers of a 4 MiB bucket, also as a matrix
 SECONDS_EACH = 0.02  # a repetition of a variant runs at least so long
+NOTES = (
+    "Nanoseconds a number, encode with error feedback; median (lowest-highest). One pinned core, one thread; the variants take",
+    "turns. A decoded message costs what `decode` says for each rank's message.",
+)
 Work = Callable[[], object]
 
 
 def main() -> None:
-    """Measure, print the table, and write the figures if a file is given."""
+    """Measure, print the table, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--core", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the two files written")
     args = parser.parse_args()
     if args.repetitions < 7:
         parser.error("--repetitions must be at least 7: a median of fewer says little")
     pin(args.core)
     spans = measure(works(torch.randn(1, SIDE * SIDE), 0.1 * torch.randn(1, SIDE * SIDE)), args.repetitions)
     print(markdown(spans))
-    if args.out:
-        about = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-        figures = {name: {"median": span.median, "low": span.low, "high": span.high} for name, span in spans.items()}
-        about |= {"kernels": kernels.available(), "numbers": SIDE * SIDE, "repetitions": args.repetitions}
-        args.out.write_text(json.dumps({"about": about, "ns_per_number": figures}, indent=1) + "\n")
+    facts = about("benchmarks.codec_cost", "none", args.repetitions)
+    facts |= {"kernels": kernels.available(), "numbers": f"{SIDE * SIDE:,}, float32"}
+    figures = {name: asdict(span) for name, span in spans.items()}
+    lines = [
+        "# codec-cost",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+        *NOTES,
+        "",
+        markdown(spans),
+    ]
+    write({"name": "codec-cost", "about": facts, "ns_a_number": figures}, "\n".join(lines) + "\n", args.results)
 
 
 def works(values: Tensor, residual: Tensor) -> dict[str, Work]:

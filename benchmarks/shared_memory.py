@@ -1,25 +1,23 @@
 """All-reduce between two processes of one host: shared memory beside Gloo on loopback, in the same run.
 
-``python -m benchmarks.shared_memory`` from the root of the repository with ``PYTHONPATH=src``; about 20 s. Each process is
-pinned to a core of its own. ``copy`` is a plain ``copy_`` of as many bytes in both processes at once: what the memory can do.
+``python -m benchmarks.shared_memory`` (``make bench-host``); about 20 s. Each process is pinned to a core of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.measure import pin
 from benchmarks.report import Span
+from benchmarks.results import RESULTS, about, write
 from gradwire.comm.gloo import open_group
 from gradwire.comm.meeting import file_store
 from gradwire.comm.shared import SharedGroup, open_shared
@@ -31,6 +29,11 @@ VARIANTS = ("resident", "copied", "gloo", "copy")
 NUM_RANKS = 2
 ROUND_S = 0.02  # a variant's share of a round, about
 CPU = torch.device("cpu")
+NOTES = (
+    "All-reduce, microseconds a call; median of the rounds (lowest-highest). Resident: the tensor lives in the shared memory, as",
+    "buckets do; copied: it does not; gloo: over loopback; copy: a plain `copy_` of as many bytes in both processes at once,",
+    "which is what the memory can do. Ratios are taken within a round.",
+)
 
 
 def actions(num_bytes: int, shared: Group, gloo: Group) -> dict[str, Callable[[], object]]:
@@ -125,16 +128,24 @@ def table(found: dict[int, dict[str, list[float]]]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print the table, keep the rounds."""
+    """Measure, print the table, write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="file for the rounds, as JSON")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the two files written")
     args = parser.parse_args()
     found = measure(args.rounds)
     print("\n".join(table(found)), flush=True)
-    if args.out is not None:
-        kept: dict[str, Any] = {"torch": torch.__version__, "ranks": NUM_RANKS, "seconds": found}
-        args.out.write_text(json.dumps(kept, indent=1) + "\n")
+    facts = about("benchmarks.shared_memory", "none: two processes of one host", args.rounds)
+    lines = [
+        "# shared-memory",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+        *NOTES,
+        "",
+        *table(found),
+    ]
+    write({"name": "shared-memory", "about": facts, "seconds": found}, "\n".join(lines) + "\n", args.results)
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def _advice(parts: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]]) 
             loss = "its loss was not measured" if lost is None else f"{lost:+.1%} loss"
             choices.setdefault(best[0], f"fastest: `{_sync(best[0])}` ({best[1]:.1f} times DDP, {loss})")
         if choices:
-            lines.append(f"- {_where(part)}. {'; '.join(choices.values())}.")
+            lines.append(f"- {_where(part)}: {'; '.join(choices.values())}.")
     return lines
 
 

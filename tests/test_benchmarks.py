@@ -306,7 +306,7 @@ def test_the_plot_is_well_formed_and_draws_every_known_curve_on_both_networks() 
 
 def test_the_page_advises_what_was_measured() -> None:
     text = page(*slow_and_quality())
-    assert "- 100 Mbit/s, conv net. at most 0.3% lost: `local:every=8,codec=q4` (4.0 times DDP)." in text
+    assert "- 100 Mbit/s, conv net: at most 0.3% lost: `local:every=8,codec=q4` (4.0 times DDP)." in text
     assert "| `q4` | 2.00 |" in text
 
 
