@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradwire.launch.actions import AskStack, Beat, Done, Refuse, Release, Stop, Warn
@@ -360,6 +360,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
+@example([("lost", 1, 0.0, 0), ("fail", 1, 0.0, 0), ("leave", 0, 0.0, 0), ("leave", 2, 0.0, 0), ("exit0", 1, 0.0, 0)])
 def test_whatever_happens_there_is_one_verdict_and_silence_after_it(events):
     job = Clocked(3, timeout_s=8.0)
     first_fault = None

@@ -167,7 +167,9 @@ class Roster:
         return member
 
     def _suspect(self, rank: int, suspicion: _Suspicion, now: float) -> list[Action]:
-        self._suspicions.setdefault(rank, suspicion)
+        known = self._suspicions.get(rank)
+        if known is None or (suspicion.said and not known.said):  # what a rank says itself tells more
+            self._suspicions[rank] = suspicion
         return self.tick(now)
 
     def _conclude(self, now: float) -> Verdict | None:
