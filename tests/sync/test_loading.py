@@ -85,6 +85,30 @@ def test_weights_that_are_put_back_were_never_away(sync: str) -> None:
     assert all(map(torch.equal, swapped, run_ranks(2, lambda world: body(world, swap=False))))
 
 
+@pytest.mark.parametrize("sync", SYNCS)
+def test_loaded_weights_may_be_agreed_at_once(sync: str) -> None:
+    def body(world: World) -> Tensor:
+        model = nn.Linear(40, 40)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        training = gw.distribute(model, optimizer, sync=sync)
+        train(model, optimizer, world, 5)
+        model.load_state_dict(constant(model, 5.0))
+        training.agree()
+        return model.weight.detach().unique()
+
+    for found in run_ranks(2, body):
+        assert torch.equal(found, torch.tensor([5.0]))
+
+
+def test_parameters_that_are_replaced_by_a_load_are_refused() -> None:
+    def body(world: World) -> None:
+        model, _ = start("exact")
+        model.load_state_dict(constant(model, 5.0), assign=True)
+
+    with pytest.raises(RankError, match="without assign=True"):
+        run_ranks(2, body)
+
+
 def test_a_delayed_gradient_is_no_answer_to_a_closure() -> None:
     def body(world: World) -> None:
         model = nn.Linear(3, 1)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from gradwire.errors import UsageError
+
 
 class Loading:
     """Notices that ``load_state_dict`` of the model, or of a part of it, has changed weights after ``gw.distribute``.
@@ -25,6 +27,7 @@ class Loading:
         for module in modules:
             if next(module.parameters(recurse=False), None) is not None:
                 self._removes.append(module.register_load_state_dict_pre_hook(self._loads).remove)
+                self._removes.append(module.register_load_state_dict_post_hook(self._loaded).remove)
 
     def close(self) -> None:
         """Look no longer."""
@@ -37,6 +40,13 @@ class Loading:
         params = tuple(module.parameters(recurse=False))
         if params not in self._before:
             self._before[params] = _crc(params)
+
+    def _loaded(self, module: nn.Module, keys: object) -> None:
+        if tuple(module.parameters(recurse=False)) not in self._before:
+            raise UsageError(
+                "load_state_dict(assign=True) replaces the parameters that gw.distribute and the optimizer hold, which then "
+                "train nothing; load without assign=True, or before the optimizer is made and gw.distribute called"
+            )
 
     def resumed(self) -> None:
         """This rank has gone on from a state that it kept: what it loaded may be its own."""

@@ -189,6 +189,7 @@ class ParameterSync:
 
     def finish(self) -> tuple[str, ...]:
         """Take whatever is on its way: all ranks, between steps. Returns who met a NaN in it."""
+        self._loading.take_up()  # what was loaded must not be moved by what was sent before
         return tuple(name for fragment in self._fragments for name in self._take(fragment))
 
     def agree_now(self, microbatch: Microbatch | None) -> tuple[str, ...]:
