@@ -22,14 +22,17 @@ LEVELS = {
     "comm": 3,
     "compress": 4,
     "sync": 5,
+    "parallel": 5,
+    "checkpoint": 5,
     "verbs": 5,
     "data": 5,
-    "cli": 6,
-    "testing": 7,
-    "__init__": 8,
-    "__main__": 8,
+    "training": 6,
+    "cli": 7,
+    "testing": 8,
+    "__init__": 9,
+    "__main__": 9,
 }
-OPEN_TO_TORCH_DISTRIBUTED = {"comm", "parallel"}
+OPEN_TO_TORCH_DISTRIBUTED = {"comm", "parallel", "checkpoint"}
 THE_ENVIRONMENT = "launch/environment.py"
 
 

@@ -58,7 +58,11 @@ WRONG = {
         gw.PlanError,
         r"mesh=\['data'\] must map axis names to sizes",
     ),  # type: ignore[arg-type]
-    "unknown axis": (lambda: gw.Plan(mesh={"pipe": 2}), gw.PlanError, "unknown mesh axis 'pipe'; allowed: data"),
+    "unknown axis": (
+        lambda: gw.Plan(mesh={"pipe": 2}),
+        gw.PlanError,
+        "unknown mesh axis 'pipe'; allowed: pipeline, data, shard, tensor",
+    ),
     "axis of no ranks": (lambda: gw.Plan(mesh={"data": 0}), gw.PlanError, "mesh data=0 must be a whole number"),
     "axis of half a rank": (lambda: gw.Plan(mesh={"data": 0.5}), gw.PlanError, "data=0.5 must be a whole"),  # type: ignore[dict-item]
     "mesh too large": (lambda: gw.Plan(mesh={"data": 3}).check(2), gw.PlanError, "use data=2 or start 3"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradwire.compress.sampled import Sampled
     from gradwire.compress.topk import TopK
     from gradwire.core.outer import Nesterov
+    from gradwire.core.pipeline import Pipeline
     from gradwire.core.plan import Plan
     from gradwire.core.policies import Accumulate, Delayed, EveryStep, LocalSteps
     from gradwire.data import (
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
         PlanError,
         UsageError,
     )
-    from gradwire.sync.distribute import distribute, no_sync, weight
+    from gradwire.training import distribute, no_sync, weight
     from gradwire.verbs import sum
 
 __version__ = "0.1.0"
@@ -74,6 +75,7 @@ __all__ = [
     "Nesterov",
     "NonFiniteError",
     "PeerError",
+    "Pipeline",
     "Plan",
     "PlanError",
     "Proportional",
@@ -98,6 +100,7 @@ __all__ = [
 
 _HOMES = {
     "gradwire.comm.world": ("World", "current", "init"),
+    "gradwire.core.pipeline": ("Pipeline",),
     "gradwire.core.plan": ("Plan",),
     "gradwire.core.outer": ("Nesterov",),
     "gradwire.core.policies": ("Accumulate", "Delayed", "EveryStep", "LocalSteps"),
@@ -122,7 +125,7 @@ _HOMES = {
     "gradwire.compress.quantize": ("Quantize",),
     "gradwire.compress.sampled": ("Sampled",),
     "gradwire.compress.topk": ("TopK",),
-    "gradwire.sync.distribute": ("distribute", "no_sync", "weight"),
+    "gradwire.training": ("distribute", "no_sync", "weight"),
     "gradwire.verbs": ("sum",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from gradwire.core.plan import AXES, BATCH_NORM_RULES, NONFINITE_RULES, Plan
+from gradwire.core.mesh import AXES
+from gradwire.core.plan import BATCH_NORM_RULES, NONFINITE_RULES, Plan, toml_key
 from gradwire.errors import GradwireError, UsageError
 from gradwire.launch.job import Job, run_job
 from gradwire.launch.output import OutputMode
@@ -92,7 +93,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--join-timeout", metavar="S", type=_seconds, default=300.0, help="wait for hosts (default 300 s)")
     run.add_argument("--output", metavar="rank0|all|DIR", default="rank0", help="what to show, or a folder for logs")
     run.add_argument("--plan", metavar="FILE", type=Path, help="the plan, TOML")
-    run.add_argument("--mesh", metavar="data=N", type=_mesh, help="sizes of the mesh axes")
+    run.add_argument("--mesh", metavar="AXIS=N,...", type=_mesh, help="sizes of the mesh axes: data=2,pipeline=2")
     run.add_argument("--sync", metavar="TEXT", help="how and when workers agree: q4, local:every=16,codec=q4, ...")
     run.add_argument("--accumulate", metavar="K", type=_count, help="micro-batches a step")
     run.add_argument("--batch-norm", choices=BATCH_NORM_RULES, help="statistics of one rank, or of all")
@@ -189,15 +190,11 @@ def _read_plan(file: Path) -> tuple[str, dict[str, object]]:
 def _to_toml(table: dict[str, object], prefix: str = "") -> str:
     """Plain values first, then tables; JSON's strings, numbers, booleans and lists of them are TOML's too."""
     plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    lines = [f"{_key(key)} = {json.dumps(value)}" for key, value in plain.items()]
+    lines = [f"{toml_key(key)} = {json.dumps(value)}" for key, value in plain.items()]
     for key, value in table.items():
         if isinstance(value, dict):
-            lines += [f"[{prefix}{_key(key)}]", _to_toml(value, f"{prefix}{_key(key)}.").rstrip("\n")]  # pyright: ignore
+            lines += [f"[{prefix}{toml_key(key)}]", _to_toml(value, f"{prefix}{toml_key(key)}.").rstrip("\n")]  # pyright: ignore
     return "\n".join(line for line in lines if line) + "\n"
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -45,7 +45,7 @@ def script(tmp_path, monkeypatch):
         ),
         (["run", "--plan", "zero.toml", "ok.py"], ["zero.toml", "accumulate=0", "at least 1"]),
         (["run", "-n", "3", "--plan", "good.toml", "ok.py"], ["mesh data=2 needs 2 ranks", "use data=3 or start 2"]),
-        (["run", "--mesh", "pipeline=2", "ok.py"], ["--mesh", "'pipeline'", "data=N"]),
+        (["run", "--mesh", "ring=2", "ok.py"], ["--mesh", "'ring'", "pipeline, data, shard, tensor=N"]),
         (["run", "--mesh", "data=x", "ok.py"], ["--mesh", "'x'"]),
         (["run", "--accumulate", "0", "ok.py"], ["--accumulate", "'0'"]),
         (["run", "--batch-norm", "x", "ok.py"], ["--batch-norm", "'x'", "local", "sync"]),

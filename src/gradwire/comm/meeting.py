@@ -116,16 +116,11 @@ def meet(environment: Environment, device: torch.device) -> Meeting:
 
 
 def _open_default_group(environment: Environment, store: dist.Store, device: torch.device) -> bool:
-    """Open torch's default group, for code that calls torch.distributed itself; False if the script did already."""
+    """False if the script did already."""
     if dist.is_initialized():
         return False
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("default", store),
-        rank=environment.rank,
-        world_size=environment.world_size,
-        timeout=timedelta(seconds=environment.timeout_s),
-    )
+    rank, size = environment.rank, environment.world_size
+    open_default_group(store, rank, size, timeout_s=environment.timeout_s, cuda=device.type == "cuda")
     return True
 
 
@@ -231,6 +226,17 @@ def _embed(environment: Environment) -> tuple[Coordinator, tuple[str, int], str]
     )
     coordinator.start()
     return coordinator, coordinator.address, token
+
+
+def open_default_group(store: dist.Store, rank: int, size: int, *, timeout_s: float, cuda: bool = False) -> None:
+    """torch's default group, which code that calls torch.distributed itself, and torch's meshes, stand on."""
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=dist.PrefixStore("default", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
 
 
 def memory_store() -> Store:

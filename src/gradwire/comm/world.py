@@ -14,11 +14,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.comm.gloo import SoloGroup, TorchGroup, open_group
 from gradwire.comm.hosts import Hosts, Place, find_hosts, open_on_hosts, within
 from gradwire.comm.lane import Lane
 from gradwire.comm.meeting import Meeting, meet
+from gradwire.comm.torch_mesh import open_torch_mesh
 from gradwire.comm.traced import TracedGroup, blame
 from gradwire.core.clock import StepAccount, StepClock
 from gradwire.core.group import Group
@@ -76,6 +78,7 @@ class World:
         self._meeting = meeting
         self._groups: dict[str, Group] = {}
         self._hosts: Hosts | None = None
+        self._torch_mesh: DeviceMesh | None = None
         self._lanes: dict[str, Lane] = {}
         self._attachments: dict[int, Attachment] = {}
         self._turn_hooks: dict[object, Callable[[], None]] = {}
@@ -144,6 +147,14 @@ class World:
             self._hosts = find_hosts(everybody, here)
             everybody.close()
         return self._hosts
+
+    def torch_mesh(self) -> DeviceMesh:
+        """The mesh as torch knows it, with dimensions `AXES`, for FSDP2 and DTensor. One thread issues its collectives."""
+        if self._torch_mesh is None:
+            self._torch_mesh = open_torch_mesh(
+                self.mesh, self.rank, lambda axis: self.group(axis, channel="torch"), self.device
+            )
+        return self._torch_mesh
 
     def lane(self, name: str) -> Lane:
         """The communication thread of the group ``name``."""
@@ -248,6 +259,7 @@ class World:
         for lane in self._lanes.values():
             lane.close()
         self._groups.clear()
+        self._torch_mesh = None
         self.reading = None  # a loader's workers must not linger in the cycle world -> loader -> world
         self._meeting.close()
         if _CURRENT.get() is self:

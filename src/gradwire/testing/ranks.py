@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from gradwire.comm.meeting import Meeting, Store, file_store, memory_store
+from gradwire.comm.meeting import Meeting, Store, file_store, memory_store, open_default_group
 from gradwire.comm.wake import open_sockets, shut_sockets
 from gradwire.comm.world import World, adopt
 from gradwire.core.plan import Plan
@@ -103,8 +103,11 @@ def _with_world(function: Callable[[World], Result], rank: int, store: Store, se
 
 def _process(function: Callable[[World], Result], rank: int, path: str, setting: _Setting, out: Connection) -> None:
     torch.set_num_threads(1)
+    store = file_store(path, setting.size)
     try:
-        out.send((True, _with_world(function, rank, file_store(path, setting.size), setting)))
+        if setting.size > 1:
+            open_default_group(store, rank, setting.size, timeout_s=setting.timeout_s, cuda=setting.device == "cuda")
+        out.send((True, _with_world(function, rank, store, setting)))
     except BaseException:  # sent to the caller, who raises it
         out.send((False, traceback.format_exc()))
 
