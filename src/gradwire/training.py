@@ -65,18 +65,19 @@ def distribute(
     policy = policy_of(plan.sync)
     if isinstance(policy.reducer, ByName):
         policy.reducer.check([plain_name(name) for name, param in model.named_parameters() if param.requires_grad])
-    policy = policy if world.size > 1 else policy.alone()
     world.settle()
+    world.take_mesh(plan)
+    policy = policy if world.num_readers > 1 else policy.alone()
     channels = open_channels(world, policy)
-    group = channels.lanes[0]
-    compare(facts_of(model, plan, loader, [type(each).__name__ for each in optimizers]), group, world.device)
+    everybody = channels.everybody or channels.lanes[0]
+    compare(facts_of(model, plan, loader, [type(each).__name__ for each in optimizers]), everybody, world.device)
     if world.size > 1:
-        broadcast_all([param.data for param in model.parameters()] + list(model.buffers()), group)
+        broadcast_all([param.data for param in model.parameters()] + list(model.buffers()), everybody)
     if loader is not None:
         loader.attach(plan.accumulate)
     parts = Parts(model, world, channels, plan, policy, loader)
     gradients, parameters = parts.gradients(), parts.parameters()
-    steps = StepHooks(parts, gradients, parameters)
+    steps = StepHooks(parts, gradients, parameters, parts.row_steps())
     removes = steps.attach(optimizers) + parts.guards
 
     loading = parts.loading

@@ -46,12 +46,13 @@ class Double(SimpleNamespace):
 
 
 def world(rank: int = 0, size: int = 1, group: ThreadGroup | None = None) -> Any:
-    def opened(axis: str, *, channel: str = "main") -> ThreadGroup:
-        assert (axis, channel) == ("data", "loader") and group is not None
+    def opened(*axes: str, channel: str = "main") -> ThreadGroup:
+        assert (axes, channel) == (("data", "shard"), "loader") and group is not None
         return group
 
     clock = SimpleNamespace(waiting_for_data=nullcontext)
-    return Double(rank=rank, size=size, clock=clock, group=opened, turn_ended=lambda: None)
+    seat = {"reader_rank": rank, "num_readers": size}
+    return Double(rank=rank, size=size, clock=clock, group=opened, turn_ended=lambda: None, **seat)
 
 
 def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:

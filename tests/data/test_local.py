@@ -87,7 +87,7 @@ def test_evaluation_needs_no_exchange_and_pads_nothing():
         found = [batch.tolist() for batch in loader]
         assert loader.current.global_samples is None and loader.current.samples == 1
         assert len(loader) == len(found)
-        return found, mine.group("data", channel="loader").num_calls
+        return found, mine.group("data", "shard", channel="loader").num_calls
 
     ranks = on_ranks(2, body)
     assert ranks[0] == ([[0, 1], [2]], 0)

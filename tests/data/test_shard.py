@@ -153,7 +153,7 @@ def test_ranks_with_samplers_of_different_length_are_named():
 def test_orders_are_compared_once_an_epoch():
     def run(mine):
         epoch_of(shard(TorchDataLoader(range(500), batch_size=4), world=mine))
-        return mine.group("data", channel="loader").num_calls
+        return mine.group("data", "shard", channel="loader").num_calls
 
     assert on_ranks(2, run) == [1, 1]
 

@@ -24,10 +24,10 @@ from gradwire.comm.torch_mesh import open_torch_mesh
 from gradwire.comm.traced import TracedGroup, blame
 from gradwire.core.clock import StepAccount, StepClock
 from gradwire.core.group import Group
-from gradwire.core.mesh import AXES, Mesh
+from gradwire.core.mesh import AXES, BATCH_AXES, Mesh
 from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan
-from gradwire.errors import PeerError, UsageError
+from gradwire.errors import PeerError, PlanError, UsageError
 from gradwire.launch.environment import read_environment
 
 Number = TypeVar("Number", int, float, Tensor)
@@ -69,6 +69,7 @@ class World:
         self.device = device
         self.plan = plan
         self.mesh = Mesh.of(plan.mesh, self.size)
+        self._meshed = bool(plan.mesh)
         self.clock = StepClock()
         self.reading: MicrobatchSource | None = None
         self.local_only = 0
@@ -85,18 +86,41 @@ class World:
         self._serial = 0
         self._closed = False
 
-    def group(self, *axes: str, channel: str = "main") -> Group:
-        """The ranks along these mesh axes together, ``data`` by default.
+    @property
+    def reader_rank(self) -> int:
+        """This rank's place among those that read samples of their own: along `BATCH_AXES`."""
+        return self.mesh.ranks_along(BATCH_AXES, self.rank).index(self.rank)
 
-        A channel is a group of its own on the same ranks, for one issuing thread. The group's name holds its ranks where they
-        are not all of the job.
+    @property
+    def num_readers(self) -> int:
+        """How many ranks read samples of their own."""
+        return self.mesh.length(BATCH_AXES)
+
+    def take_mesh(self, plan: Plan) -> None:
+        """The plan's mesh becomes this world's, unless it has another one. Raises PlanError."""
+        wanted = Mesh.of(plan.mesh, self.size)
+        if wanted == self.mesh:
+            return
+        if self._meshed:
+            raise PlanError(
+                f"mesh {wanted.words()} is wanted, but this world's is {self.mesh.words()}; all models of a world share one "
+                "mesh: give it once, by gw.init(plan=...) or gradwire run --mesh"
+            )
+        self.mesh, self._meshed = wanted, True
+
+    def group(self, *axes: str, channel: str = "main") -> Group:
+        """The ranks along these mesh axes together; by default those that read samples of their own.
+
+        A channel is a group of its own on the same ranks, for one issuing thread. The group is named after the axes that are
+        longer than one, and holds its ranks in the name where they are not all of the job.
         """
-        axes = axes or ("data",)
+        axes = axes or BATCH_AXES
         if unknown := [axis for axis in axes if axis not in AXES]:
             raise UsageError(f"unknown mesh axis {unknown[0]!r}; allowed: {', '.join(AXES)}")
         ranks = self.mesh.ranks_along(axes, self.rank)
+        long = [axis for axis in AXES if axis in axes and self.mesh.length((axis,)) > 1]
         whose = "" if len(ranks) == self.size else f"[{','.join(map(str, ranks))}]"
-        name = f"{'+'.join(axes)}{whose}/{channel}"
+        name = f"{'+'.join(long or axes[:1])}{whose}/{channel}"
         if name not in self._groups:
             self._groups[name] = self._open(name, ranks)
         return self._groups[name]
@@ -283,9 +307,11 @@ class World:
             self._fail(error)
 
 
-def init(*, device: str | torch.device | None = None) -> World:
+def init(*, device: str | torch.device | None = None, plan: Plan | None = None) -> World:
     """Open this process's world: find rank and peers from the launcher's variables, or be a world of one.
 
+    plan: beats ``gradwire run --plan``, which beats the default; a mesh must be known before loaders are made, so it is best
+    given here or to the launcher.
     device: default ``cuda:<local_rank>`` where CUDA is present, else ``cpu``. Use as a context manager, or plainly (it then
     closes when the process ends). Raises LaunchError when the peers cannot be met, PlanError for a bad plan.
 
@@ -297,7 +323,8 @@ def init(*, device: str | torch.device | None = None) -> World:
     if _CURRENT.get() is not None:
         raise UsageError("gw.init() was called twice; close the first world or call it once")
     environment = read_environment()
-    plan = Plan.from_toml(environment.plan_text, where="the plan file") if environment.plan_text else Plan()
+    if plan is None:
+        plan = Plan.from_toml(environment.plan_text, where="the plan file") if environment.plan_text else Plan()
     plan.check(environment.world_size)
     chosen = _device(device, environment.local_rank)
     world = World(meet(environment, chosen), device=chosen, plan=plan)

@@ -94,8 +94,8 @@ def recipe_for(
         )
     recipe = Recipe(
         length=length,
-        batch_size=batch_size_for(batch_size, world.size),
-        split=splits(split, length, world.size),
+        batch_size=batch_size_for(batch_size, world.num_readers),
+        split=splits(split, length, world.num_readers),
         shuffle=not stream if shuffle is None else shuffle,
         seed=whole("seed", seed, least=0, cure="e.g. seed=0"),
         drop_last=flag("drop_last", drop_last),
@@ -107,8 +107,8 @@ def recipe_for(
 def _has_batches(recipe: Recipe, world: World) -> None:
     if recipe.length is None or not recipe.drop_last:
         return
-    share = -(-recipe.batch_size // world.size) if recipe.split.local else recipe.batch_size
-    drawn = len(recipe.order(0, world.rank))
+    share = -(-recipe.batch_size // world.num_readers) if recipe.split.local else recipe.batch_size
+    drawn = len(recipe.order(0, world.reader_rank))
     if num_batches(drawn, share, drop_last=True) == 0:
         raise DataError(
             f"rank {world.rank}: {drawn} samples make no whole batch of {share}, and drop_last=True leaves nothing; "

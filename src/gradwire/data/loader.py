@@ -39,7 +39,9 @@ class DataLoader:
     >>> from contextlib import nullcontext
     >>> from types import SimpleNamespace
     >>> clock = SimpleNamespace(waiting_for_data=nullcontext)
-    >>> world = SimpleNamespace(rank=1, size=2, clock=clock, reading=None, turn_ended=lambda: None)
+    >>> world = SimpleNamespace(
+    ...     rank=1, reader_rank=1, num_readers=2, clock=clock, reading=None, turn_ended=lambda: None
+    ... )
     >>> [batch.tolist() for batch in DataLoader(range(10), 4, shuffle=False, world=world)]
     [[2, 3], [6, 7], [9]]
     """
@@ -91,7 +93,7 @@ class DataLoader:
 
     def _open(self, source: Source, world: World) -> None:
         self._source, self._world = source, world
-        self._seat = Seat(rank=world.rank, size=world.size)
+        self._seat = Seat(rank=world.reader_rank, size=world.num_readers)
         self._position = Position(epoch=0)
         self._untouched = True  # nothing was yielded since the position was set
         self._current: Microbatch | None = None
@@ -110,7 +112,8 @@ class DataLoader:
     def attach(self, accumulate: int = 1) -> None:
         """From the next ``iter()`` on: windows of ``accumulate`` micro-batches, in lockstep with the other ranks."""
         accumulate = whole("accumulate", accumulate, least=1, cure="1 does without accumulation")
-        self._seat = Seat(rank=self._world.rank, size=self._world.size, accumulate=accumulate, lockstep=True)
+        rank, size = self._world.reader_rank, self._world.num_readers
+        self._seat = Seat(rank=rank, size=size, accumulate=accumulate, lockstep=True)
 
     def describe(self) -> dict[str, str | int]:
         """What must be equal on all ranks."""

@@ -29,7 +29,12 @@ class World(Protocol):
     def rank(self) -> int: ...
 
     @property
-    def size(self) -> int: ...
+    def reader_rank(self) -> int:
+        """This rank's place among those that read samples of their own."""
+        ...
+
+    @property
+    def num_readers(self) -> int: ...
 
     @property
     def clock(self) -> Clock: ...
@@ -57,4 +62,4 @@ def here(world: World | None) -> World:
 
 def loader_group(world: World) -> Group:
     """The loaders' own channel: their collectives never mix with those of the gradients."""
-    return world.group("data", channel="loader")
+    return world.group("data", "shard", channel="loader")

@@ -34,7 +34,7 @@ class ShardedSampler(Sampler[list[int]]):
     Raises DataError for a wrong argument.
 
     >>> from types import SimpleNamespace
-    >>> list(ShardedSampler(10, 4, shuffle=False, world=SimpleNamespace(rank=1, size=2)))
+    >>> list(ShardedSampler(10, 4, shuffle=False, world=SimpleNamespace(rank=1, reader_rank=1, num_readers=2)))
     [[2, 3], [6, 7], [9]]
     """
 
@@ -56,7 +56,7 @@ class ShardedSampler(Sampler[list[int]]):
             batch_size=batch_size, split=split, shuffle=shuffle, seed=seed, drop_last=drop_last, world=world,
         )  # fmt: skip
         self._recipe, self._source = recipe, RecipeState(recipe)
-        self._seat = Seat(rank=world.rank, size=world.size)
+        self._seat = Seat(rank=world.reader_rank, size=world.num_readers)
         self._position = Position(epoch=0)
         self._untouched = True
 

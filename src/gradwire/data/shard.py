@@ -38,7 +38,9 @@ def shard(loader: TorchDataLoader[Any], *, world: World | None = None) -> DataLo
     >>> from contextlib import nullcontext
     >>> from types import SimpleNamespace
     >>> clock = SimpleNamespace(waiting_for_data=nullcontext)
-    >>> world = SimpleNamespace(rank=0, size=1, clock=clock, reading=None, turn_ended=lambda: None)
+    >>> world = SimpleNamespace(
+    ...     rank=0, reader_rank=0, num_readers=1, clock=clock, reading=None, turn_ended=lambda: None
+    ... )
     >>> [batch.tolist() for batch in shard(TorchDataLoader(range(3), batch_size=2), world=world)]
     [[0, 1], [2]]
     """
@@ -46,7 +48,7 @@ def shard(loader: TorchDataLoader[Any], *, world: World | None = None) -> DataLo
     _can_be_parted(loader)
     loader = cast("Any", loader)  # torch's annotations are partial
     if loader.batch_size is not None:
-        batch_size_for(loader.batch_size, world.size)
+        batch_size_for(loader.batch_size, world.num_readers)
     reading = reading_of(loader)
     if not is_stream(loader.dataset):
         length_of(loader.dataset, world.rank)

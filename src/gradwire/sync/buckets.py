@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gradwire.comm.dtensor import local_of, rows_of
 from gradwire.compress import kernels
 from gradwire.core.reducer import Reducer
 
@@ -20,7 +21,10 @@ ALIGNMENT_BYTES = 64  # a slot starts on a cache line, so that the optimizer's k
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """What the layout must know of one parameter. index: its place in registration order. reducer: which takes it."""
+    """What the layout must know of one parameter. index: its place in registration order. reducer: which takes it.
+
+    num_parts: how many ranks own rows of it; shape: of the largest part; whole_shape: of all.
+    """
 
     index: int
     name: str
@@ -28,6 +32,8 @@ class ParamSpec:
     dtype: torch.dtype
     device: torch.device
     reducer: Reducer
+    num_parts: int = 1
+    whole_shape: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -44,10 +50,14 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpec:
-    """One bucket. numel counts the alignment gaps, which stay zero."""
+    """One bucket: ``num_parts`` (ranks that own rows) times ``numel`` elements, alignment gaps, which stay zero, included."""
 
     slots: tuple[Slot, ...]
     numel: int
+
+    @property
+    def num_parts(self) -> int:
+        return self.slots[0].param.num_parts
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,8 +75,8 @@ class BucketSpec:
 def lay_out(params: Sequence[ParamSpec], bucket_bytes: int) -> tuple[BucketSpec, ...]:
     """Fill buckets in reverse registration order, which is about the order in which backward finishes.
 
-    A bucket holds one dtype, device and reducer, and at most ``bucket_bytes``, except that a parameter larger than that has a
-    bucket to itself. The result depends on the arguments only, so it is the same on all ranks.
+    A bucket holds one dtype, device, reducer and number of parts, and at most ``bucket_bytes``, except that a parameter larger
+    than that has a bucket to itself. The result depends on the arguments only, so it is the same on all ranks.
 
     >>> from gradwire.compress.exact import AllReduce
     >>> cpu, f32 = torch.device("cpu"), torch.float32
@@ -76,11 +86,11 @@ def lay_out(params: Sequence[ParamSpec], bucket_bytes: int) -> tuple[BucketSpec,
     [['w2', 'w1'], ['w0']]
     """
     buckets: list[BucketSpec] = []
-    open_slots: dict[tuple[torch.dtype, torch.device, Reducer], list[Slot]] = {}
+    open_slots: dict[tuple[torch.dtype, torch.device, Reducer, int], list[Slot]] = {}
     for param in reversed(params):
-        key = (param.dtype, param.device, param.reducer)
+        key = (param.dtype, param.device, param.reducer, param.num_parts)
         slots = open_slots.setdefault(key, [])
-        if slots and (_end(slots[-1]) + param.numel) * param.dtype.itemsize > bucket_bytes:
+        if slots and (_end(slots[-1]) + param.numel) * param.num_parts * param.dtype.itemsize > bucket_bytes:
             buckets.append(_closed(slots))
             open_slots[key] = slots = []
         slots.append(Slot(param=param, offset=_end(slots[-1]) if slots else 0))
@@ -97,20 +107,22 @@ def _closed(slots: list[Slot]) -> BucketSpec:
     return BucketSpec(slots=tuple(slots), numel=_end(slots[-1]))
 
 
-def spec_of(index: int, name: str, param: nn.Parameter, reducer: Reducer) -> ParamSpec:
-    """A parameter as the layout sees it; ``reducer`` chooses who takes it."""
-    shape = tuple(param.shape)
-    chosen = reducer.choose(name, shape)
-    return ParamSpec(index=index, name=name, shape=shape, dtype=param.dtype, device=param.device, reducer=chosen)
-
-
-def views_of(layout: Sequence[BucketSpec], flats: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Each parameter's place in its bucket, by parameter index, in its shape."""
-    return {
-        slot.param.index: flat[slot.offset : slot.offset + slot.param.numel].view(slot.param.shape)
-        for spec, flat in zip(layout, flats, strict=True)
-        for slot in spec.slots
-    }
+def spec_of(index: int, name: str, param: Tensor, reducer: Reducer, *, num_parts: int = 1) -> ParamSpec:
+    """A parameter as the layout sees it; ``reducer`` chooses who takes it. num_parts: ranks that own rows of it."""
+    whole = tuple(local_of(param).shape)
+    parts = num_parts if whole else 1  # a scalar has no rows: everybody's
+    largest = rows_of(whole[0], parts, 0).stop if whole else 0
+    shape = (largest, *whole[1:]) if whole else whole
+    return ParamSpec(
+        index=index,
+        name=name,
+        shape=shape,
+        dtype=param.dtype,
+        device=param.device,
+        reducer=reducer.choose(name, shape),
+        num_parts=parts,
+        whole_shape=whole,
+    )
 
 
 def is_finite(values: Tensor) -> Tensor | bool:
@@ -136,7 +148,7 @@ def difference(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor | bool:
 def nonfinite_grads(names: Sequence[str], params: Sequence[nn.Parameter]) -> list[str]:
     """Whose ``.grad`` has a NaN or an infinity."""
     grads = [(name, param.grad) for name, param in zip(names, params, strict=True) if param.grad is not None]
-    dense = [(name, grad.coalesce().values() if grad.is_sparse else grad) for name, grad in grads]
+    dense = [(name, grad.coalesce().values() if grad.is_sparse else local_of(grad)) for name, grad in grads]
     return [name for name, fine in [(name, is_finite(grad)) for name, grad in dense] if not fine]
 
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from gradwire.compress import kernels
 from gradwire.sync.buckets import is_finite
 from gradwire.sync.kept import WindowState
+from gradwire.sync.places import Place
 from gradwire.sync.weighting import Window
 
 
 class Contribution:
-    """Weighted gradients: dense ones in their places in the buckets (views, by parameter), sparse ones as rows.
+    """Weighted gradients: dense ones in their places in the buckets, sparse ones as rows.
 
     It lives from a window's first backward to its exchange, or to its local step.
     """
@@ -27,7 +28,7 @@ class Contribution:
         self._finite: list[tuple[str, Tensor | bool]] = []
         self._checked: dict[int, bool] = {}
         self._failure: str | None = None
-        self.views: dict[int, Tensor] = {}
+        self.places: dict[int, Place] = {}
 
     @property
     def empty(self) -> bool:
@@ -42,18 +43,20 @@ class Contribution:
             rows = grad * scale if grad.is_sparse else (grad * scale).to_sparse(1)
             self._rows[index] = self._rows[index] + rows if index in self._rows else rows
             return
-        view = self.views[index]
         dense = grad.to_dense() if grad.is_sparse else grad
-        if index in self._filled:
-            view.add_(dense, alpha=scale)
-            self._checked.pop(index, None)
-            return
+        fresh = index not in self._filled
         self._filled.add(index)
-        fine = kernels.scale(dense, view, scale)
-        if fine is None:
-            torch.mul(dense, scale, out=view)
-        else:
-            self._checked[index] = fine
+        fine: list[bool] = []
+        for piece, part in self.places[index].beside(dense):
+            if not fresh:
+                piece.add_(part, alpha=scale)
+            elif (checked := kernels.scale(part, piece, scale)) is None:
+                torch.mul(part, scale, out=piece)
+            else:
+                fine.append(checked)
+        self._checked.pop(index, None)
+        if len(fine) == len(self.places[index].pieces):
+            self._checked[index] = all(fine)
 
     def complete(self, index: int) -> None:
         """Nothing more comes for this parameter in this window."""
@@ -62,9 +65,11 @@ class Contribution:
                 self._finite.append((self._names[index], is_finite(self._rows[index].coalesce().values())))
         elif index in self._filled:
             fine = self._checked.get(index)
-            self._finite.append((self._names[index], is_finite(self.views[index]) if fine is None else fine))
+            for found in [fine] if fine is not None else map(is_finite, self.places[index].pieces):
+                self._finite.append((self._names[index], found))
         else:
-            self.views[index].zero_()
+            for piece in self.places[index].pieces:
+                piece.zero_()
 
     def present(self) -> list[bool]:
         """Which parameters have a gradient on this rank."""
@@ -78,7 +83,7 @@ class Contribution:
         """Why it must not be used: which completed ones are NaN or infinite, or what made it fail. Usually nothing."""
         if self._failure is not None:
             return [self._failure]
-        return [name for name, fine in self._finite if not fine]
+        return list(dict.fromkeys(name for name, fine in self._finite if not fine))
 
     def rows(self, index: int) -> Tensor | None:
         """The sparse gradient of parameter ``index``, if there is one."""
@@ -86,7 +91,7 @@ class Contribution:
 
     def own_mean(self, share: float) -> dict[int, Tensor]:
         """This rank's own mean by parameter; share makes it one of the sum."""
-        dense = {index: self.views[index].mul_(share) for index in self._filled}
+        dense = {index: self.places[index].own.mul_(share) for index in self._filled}
         return dense | {index: rows * share for index, rows in self._rows.items()}
 
     def clear(self) -> None:
@@ -99,14 +104,23 @@ class Contribution:
 
     def take_out(self) -> dict[int, Tensor]:
         """Copies of what is in the buckets, which are about to go."""
-        kept = {index: self.views[index].clone() for index in self._filled}
-        self.views = {}
+        kept = self._copies()
+        self.places = {}
         return kept
 
     def put_back(self, kept: Mapping[int, Tensor]) -> None:
         """The same into the new ones."""
         for index, value in kept.items():
-            self.views[index].copy_(value)
+            for piece, part in self.places[index].beside(value):
+                piece.copy_(part)
+
+    def _copies(self) -> dict[int, Tensor]:
+        """Of the dense ones; flat where they lie in several pieces."""
+        whole: dict[int, Tensor] = {}
+        for index in sorted(self._filled):
+            pieces = self.places[index].pieces
+            whole[index] = pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
+        return whole
 
     # --- kept --------------------------------------------------------------------------------------------------------
 
@@ -117,7 +131,7 @@ class Contribution:
             unit=window.unit,
             relative=window.relative,
             closed=window.closed,
-            dense={index: self.views[index].clone() for index in sorted(self._filled)},
+            dense=self._copies(),
             rows=dict(self._rows),
         )
 

@@ -14,10 +14,24 @@ from gradwire.comm.lane import Lane
 from gradwire.comm.text import all_gather_text
 from gradwire.core.group import Group
 from gradwire.core.reducer import Bucket, Piece, State
+from gradwire.errors import MismatchError
 from gradwire.sync.buckets import BucketSpec
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.opening import Opening, agree_on_weights
 from gradwire.sync.sparse import sum_sparse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """A lane and its groups. group: the ranks that read samples of their own.
+
+    Where ranks own rows: owners, those of one copy, and across, those that own the same rows of other copies.
+    """
+
+    lane: Lane
+    group: Group
+    owners: Group
+    across: Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +47,19 @@ class Agreement:
     rows: Mapping[int, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Filling:
+    """A bucket as it fills. reduced: what of it the reducer takes: all, or this rank's part, already summed over the owners."""
+
+    flat: Tensor
+    num_parts: int
+    reduced: Bucket
+
+    def group(self, route: Route) -> Group:
+        """Over which ranks it is reduced."""
+        return route.group if self.num_parts == 1 else route.across
+
+
 class Exchange:
     """Runs beside backward; only what ``seal`` returns, and ``measure``, wait.
 
@@ -44,12 +71,22 @@ class Exchange:
     ``delay`` exchanges may be on their way while the next one's buckets fill: there are ``1 + delay`` sets of buckets. It
     takes one lane, on which everything, the agreement too, runs in order.
 
+    everybody: the ranks of the whole mesh, if they are more than a route's: a NaN of any of them ends the step of all.
+
     The reducers' new states count only if the step is healthy: a step with a NaN anywhere leaves no trace in them.
     """
 
-    def __init__(self, routes: Sequence[tuple[Group, Lane]], device: torch.device, *, delay: int = 0) -> None:
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        device: torch.device,
+        *,
+        delay: int = 0,
+        everybody: Group | None = None,
+    ) -> None:
         self._routes = routes
-        self._group, self._first = routes[0]
+        self._group, self._first = routes[0].group, routes[0].lane
+        self._everybody = everybody
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._delay = delay
@@ -63,25 +100,31 @@ class Exchange:
 
     def build(self, layout: Sequence[BucketSpec]) -> None:
         """Make the buckets of a layout, zeroed; forgets the reducers' states."""
-        self._sets = [[self._bucket(index, spec) for index, spec in enumerate(layout)] for _ in range(1 + self._delay)]
+        self._sets = [[self._filling(index, spec) for index, spec in enumerate(layout)] for _ in range(1 + self._delay)]
         self._set = 0
         self._reducers = [spec.reducer for spec in layout]
-        self._plain = len(self._routes) > 1 and all(reducer.plain(self._group) for reducer in self._reducers)
+        whole = all(spec.num_parts == 1 for spec in layout)
+        self._plain = whole and len(self._routes) > 1 and all(r.plain(self._group) for r in self._reducers)
         pairs = zip(self._reducers, self._sets[0], strict=True)
-        self.restore([reducer.init(bucket, self._group) for reducer, bucket in pairs])
+        self.restore([reducer.init(each.reduced, each.group(self._routes[0])) for reducer, each in pairs])
 
-    def _bucket(self, index: int, spec: BucketSpec) -> Bucket:
-        return Bucket(
-            index=index,
-            flat=self._routes[-1][0].new_zeros(spec.numel, spec.dtype, spec.device),
-            pieces=tuple(
-                Piece(name=slot.param.name, shape=slot.param.shape, offset=slot.offset) for slot in spec.slots
-            ),
-        )
+    def _filling(self, index: int, spec: BucketSpec) -> Filling:
+        numel = spec.numel * spec.num_parts
+        if spec.num_parts == 1:
+            flat = reduced = self._routes[-1].group.new_zeros(numel, spec.dtype, spec.device)
+        else:
+            flat = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
+            reduced = flat.view(spec.num_parts, -1)[self._own_part]
+        pieces = tuple(Piece(name=slot.param.name, shape=slot.param.shape, offset=slot.offset) for slot in spec.slots)
+        return Filling(flat=flat, num_parts=spec.num_parts, reduced=Bucket(index=index, flat=reduced, pieces=pieces))
+
+    @property
+    def _own_part(self) -> int:
+        return self._routes[0].owners.rank
 
     def flats(self, number: int) -> list[Tensor]:
-        """The buckets' values, each (numel,), of set ``number``."""
-        return [bucket.flat for bucket in self._sets[number]]
+        """The buckets' values, each (parts x numel,), of set ``number``."""
+        return [filling.flat for filling in self._sets[number]]
 
     @property
     def num_sets(self) -> int:
@@ -114,10 +157,17 @@ class Exchange:
         self._next_states = list(states)
 
     def resplit(self, worlds: Sequence[Sequence[State]]) -> list[State]:
-        """This rank's states from those of all ranks of an earlier world, by rank and bucket; a world of one has none."""
+        """This rank's states from those of all ranks of an earlier world, by rank and bucket; a world of one has none.
+
+        Raises MismatchError where ranks own rows: what they had still to send is of rows that others own now.
+        """
+        if any(any(state for state in states) for states in worlds) and self._routes[0].owners.size > 1:
+            raise MismatchError(
+                "residuals of a lossy sync, kept where ranks own rows (mesh shard), go on with the same number of ranks only"
+            )
         return [
-            reducer.resplit([states[index] for states in worlds if states], bucket, self._group)
-            for index, (reducer, bucket) in enumerate(zip(self._reducers, self._sets[0], strict=True))
+            reducer.resplit([states[index] for states in worlds if states], each.reduced, self._group)
+            for index, (reducer, each) in enumerate(zip(self._reducers, self._sets[0], strict=True))
         ]
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -135,12 +185,12 @@ class Exchange:
 
     def bucket(self, index: int) -> None:
         """Bucket ``index`` is full: reduce it. Always called in index order."""
-        group, lane = self._routes[-1 if self._plain else index % len(self._routes)]
-        bucket, weighed = self._sets[self._set][index], self._weighed
+        route = self._routes[-1 if self._plain else index % len(self._routes)]
+        filling, weighed = self._sets[self._set][index], self._weighed
         if self._begin_at_once:
-            self._begun.append(group.begin_all_reduce(bucket.flat))
+            self._begun.append(route.group.begin_all_reduce(filling.flat))
         else:
-            self._submit(lambda: self._reduce(bucket, group, weighed), lane)
+            self._submit(lambda: self._reduce(filling, route, weighed), route.lane)
 
     def rows(self, index: int, grad: Tensor | None, like: Tensor) -> None:
         """Sum the sparse gradient of parameter ``index``."""
@@ -182,8 +232,8 @@ class Exchange:
         begun, self._begun = self._begun, []
         for wait in begun:
             wait()
-        for _, lane in self._routes:
-            lane.drain()
+        for route in self._routes:
+            route.lane.drain()
         self._follow_stream()
 
     def _follow_stream(self) -> None:
@@ -213,12 +263,15 @@ class Exchange:
         finally:
             weighed.set()  # also when it failed: nobody must wait for ever
 
-    def _reduce(self, bucket: Bucket, group: Group, weighed: threading.Event) -> None:
+    def _reduce(self, filling: Filling, route: Route, weighed: threading.Event) -> None:
         weighed.wait()
         if self._factor is not None:
-            bucket.flat.mul_(self._factor)
-        index = bucket.index
-        mean, self._next_states[index] = self._reducers[index].reduce(bucket, self._states[index], group, self.step)
+            filling.flat.mul_(self._factor)
+        bucket, index = filling.reduced, filling.reduced.index
+        if filling.num_parts > 1:
+            bucket.flat.copy_(route.owners.reduce_scatter(filling.flat.view(filling.num_parts, -1)))
+        group, state = filling.group(route), self._states[index]
+        mean, self._next_states[index] = self._reducers[index].reduce(bucket, state, group, self.step)
         if mean.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(mean)
 
@@ -230,9 +283,13 @@ class Exchange:
     def _agree(self, present: Sequence[bool], bad: Sequence[str], rows: Mapping[int, Tensor]) -> Agreement:
         flags = torch.tensor([bool(bad), *present], dtype=torch.float32, device=self._device)
         anybody = (self._group.all_reduce(flags) > 0).tolist()
+        whole, met = self._group, anybody[0]
+        if self._everybody is not None:
+            whole = self._everybody
+            met = bool(whole.all_reduce(torch.tensor([float(met)], device=self._device))[0] > 0)
         nonfinite: tuple[str, ...] = ()
-        if anybody[0]:
-            texts = all_gather_text(self._group, json.dumps(list(bad)), self._device)
+        if met:
+            texts = all_gather_text(whole, json.dumps(list(bad)), self._device)
             nonfinite = tuple(f"rank {rank}: {name}" for rank, text in enumerate(texts) for name in json.loads(text))
             self._next_states = list(self._states)
         self._states = list(self._next_states)

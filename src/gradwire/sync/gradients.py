@@ -9,18 +9,22 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from gradwire.comm.dtensor import laid_as, local_of, part_of
 from gradwire.comm.world import World
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Link, Reducer
 from gradwire.errors import UsageError
 from gradwire.sync.autograd import GradientHooks, at_end_of_backward
-from gradwire.sync.buckets import START_BUCKET_BYTES, lay_out, nonfinite_grads, spec_of, views_of
+from gradwire.sync.buckets import START_BUCKET_BYTES, lay_out, nonfinite_grads, spec_of
 from gradwire.sync.buffers import BufferExchange
+from gradwire.sync.carried import Carried
 from gradwire.sync.contribution import Contribution
 from gradwire.sync.exchange import Agreement, Exchange
 from gradwire.sync.kept import GradientState, PendingState, WindowState
 from gradwire.sync.lending import Lending
+from gradwire.sync.owned import Owned
+from gradwire.sync.places import Place, places_of
 from gradwire.sync.sizing import Sizing
 from gradwire.sync.weighting import Weight, Weighting, Window
 
@@ -36,8 +40,7 @@ class GradientSync:
     tensors are that mean already and stay untouched (also: a world of one); ``local`` leaves this rank's own gradient in
     ``.grad`` for a later exchange (``gw.no_sync``).
 
-    What a parameter may carry into a round: an *agreed* gradient of an earlier backward (held aside and added back), or
-    a *local* one from ``no_sync`` (part of this rank's contribution).
+    Where ranks own rows of the optimizer's state (``owned``) buckets are laid out by rank, and ``.grad`` has this rank's rows.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class GradientSync:
         buffers: BufferExchange,
         sparse: frozenset[int],
         link: Link,
+        owned: Owned,
     ) -> None:
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
@@ -64,23 +68,22 @@ class GradientSync:
         self._weighting = weighting
         self._buffers = buffers
         self._sparse = sparse
+        self._owned = owned
         self._mode: Mode | None = None
         self._window = Window()
         self._mine = Contribution(self._names, sparse)
         self._sealed: deque[tuple[Callable[[], Agreement], int]] = deque()
         self._window_ended = False
         self._began_s = 0.0
-        self._local: set[int] = set()
+        self._carried = Carried(self._params)
         self._arrived: set[int] = set()
-        self._held: dict[int, Tensor] = {}
-        self._pending: dict[int, Tensor] = {}
         self._lending = Lending()
         self._sizing = Sizing(
             exchange,
             reducer,
             link,
-            total_bytes=sum(param.nbytes for index, param in enumerate(self._params) if index not in sparse),
-            fixed=bool(plan.bucket_bytes or world.size == 1 or policy.delay),
+            total_bytes=sum(local_of(param).nbytes for index, param in enumerate(self._params) if index not in sparse),
+            fixed=bool(plan.bucket_bytes or world.num_readers == 1 or policy.delay),
         )
         self.at_begin: Callable[[], None] | None = None
         self.agreed = False
@@ -97,21 +100,23 @@ class GradientSync:
 
     def _build(self, bucket_bytes: int) -> None:
         dense = [
-            spec_of(i, name, p, self._reducer)
+            spec_of(i, name, p, self._reducer, num_parts=self._owned.num_ranks)
             for i, (name, p) in enumerate(zip(self._names, self._params, strict=True))
             if i not in self._sparse
         ]
+        self._owned_rows = {spec.index for spec in dense if spec.num_parts > 1}
         self._layout = lay_out(dense, bucket_bytes)
         self._bucket_of = {slot.param.index: b for b, spec in enumerate(self._layout) for slot in spec.slots}
         self.bucket_bytes = bucket_bytes
-        self._sets: list[dict[int, Tensor]] = []
+        self._sets: list[dict[int, Place]] = []
         if self._world.size > 1:
             self._allocate()  # alone, buckets are made when a window first needs them
 
     def _allocate(self) -> None:
         self._exchange.build(self._layout)
-        self._sets = [views_of(self._layout, self._exchange.flats(s)) for s in range(self._exchange.num_sets)]
-        self._mine.views = self._sets[self._exchange.current]
+        numbers, rank = range(self._exchange.num_sets), self._owned.rank
+        self._sets = [places_of(self._layout, self._exchange.flats(number), rank=rank) for number in numbers]
+        self._mine.places = self._sets[self._exchange.current]
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +136,7 @@ class GradientSync:
             self._rebuild(self._sizing.wanted)
         if not self._sets:
             self._allocate()
-        self._mine.views = self._sets[self._exchange.current]
+        self._mine.places = self._sets[self._exchange.current]
         self._arrived.clear()
         self._waiting = [len(spec.slots) for spec in self._layout]
         self._next_bucket = 0
@@ -148,7 +153,7 @@ class GradientSync:
         turn = self._policy.at_backward(self._weighting.microbatch, self.steps)
         if turn == "keep":
             return "withhold"
-        untouched = self._mine.empty and not self._local
+        untouched = self._mine.empty and self._carried.no_local
         if turn == "own":
             return "alone" if untouched and self._window.count == weight.count > 0 else "own"
         whole = self._window.scale == 1.0 and (not self._window.relative or self._window.count == weight.count)
@@ -161,47 +166,27 @@ class GradientSync:
         if self._mode == "sync" and index in self._arrived:
             self._refuse_second(index)
         if self._mode != "alone":
-            self._set_aside(index)
-
-    def _set_aside(self, index: int) -> None:
-        param = self._params[index]
-        grad, param.grad = param.grad, None
-        if grad is None:
-            return
-        if index in self._local:
-            self._pending[index] = grad
-        else:
-            view = self._mine.views.get(index)
-            in_bucket = view is not None and not grad.is_sparse and grad.data_ptr() == view.data_ptr()
-            self._held[index] = grad.clone() if in_bucket else grad
+            self._carried.set_aside(index, self._mine.places.get(index))
 
     def _after(self, index: int) -> None:
         if self._mode == "alone":
             return
         param = self._params[index]
         fresh, param.grad = param.grad, None
+        if fresh is not None:
+            fresh = laid_as(fresh.detach(), param)
         if fresh is not None and self._mode == "local":
-            self._keep_local(index, fresh)
+            unit = self._window.local_unit(self._world.num_readers)
+            self._carried.keep_local(index, fresh, self._window.scale * unit)
         elif fresh is not None:
-            self._mine.add(index, fresh.detach(), self._window.scale)
+            self._mine.add(index, local_of(fresh), self._window.scale)
         if self._mode in ("sync", "own"):
             self._arrive(index, send=self._mode == "sync")
 
-    def _keep_local(self, index: int, fresh: Tensor) -> None:
-        scale = self._window.scale * self._window.local_unit(self._world.size)
-        kept = self._pending.pop(index, None)
-        if scale and scale != 1.0:
-            fresh.mul_(scale)
-        if scale:
-            kept = fresh if kept is None else kept.add_(fresh)
-        if kept is not None:
-            self._params[index].grad = kept
-            self._local.add(index)
-
     def _arrive(self, index: int, *, send: bool) -> None:
-        pending = self._pending.pop(index, None)
+        pending = self._carried.take_pending(index)
         if pending is not None:
-            self._mine.add(index, pending, 1.0 / self._window.local_unit(self._world.size))
+            self._mine.add(index, local_of(pending), 1.0 / self._window.local_unit(self._world.num_readers))
         again = index in self._arrived
         self._arrived.add(index)
         self._mine.complete(index)
@@ -241,8 +226,7 @@ class GradientSync:
         ever. A backward of this rank alone leaves what plain PyTorch leaves.
         """
         mode = self._end_round()
-        self._pending.clear()
-        self._held.clear()
+        self._carried.drop()
         if mode in ("sync", "withhold"):
             self._mine.fail("backward raised an exception")
         if mode == "sync":
@@ -274,7 +258,7 @@ class GradientSync:
     def _arrive_rest(self, *, send: bool) -> None:
         for index in range(len(self._params)):
             if index not in self._arrived:
-                self._set_aside(index)
+                self._carried.set_aside(index, self._mine.places.get(index))
                 self._arrive(index, send=send)
 
     def _collect(self) -> float:
@@ -287,8 +271,9 @@ class GradientSync:
             wait, filled = self._sealed.popleft()
             agreement = wait()
             self.nonfinite = agreement.nonfinite
-            found = {**self._sets[filled], **agreement.rows}
-            agreed = {index: found[index] for index, used in enumerate(agreement.used) if used}
+            places, rows = self._sets[filled], agreement.rows
+            used = [index for index, anybody in enumerate(agreement.used) if anybody]
+            agreed = {index: rows[index] if index in rows else places[index].own for index in used}
         blocked_s = time.monotonic() - began_s
         self._deliver(agreed)
         if self._world.size > 1:
@@ -297,15 +282,19 @@ class GradientSync:
 
     def _deliver(self, agreed: Mapping[int, Tensor]) -> None:
         for index, param in enumerate(self._params):
-            held = self._held.pop(index, None)
-            grad = agreed.get(index)
-            if grad is not None and held is not None:
-                grad = grad + held if grad.is_sparse else grad.add_(held)
-            if grad is not None and not grad.is_sparse:
+            fresh = None if index not in agreed else self._part(index, agreed[index])
+            grad = self._carried.with_held(index, fresh)
+            if grad is not None and fresh is not None and not grad.is_sparse:
                 grad = self._lending.lend(grad)
-            param.grad = held if grad is None else grad
+            param.grad = grad
         self._mine.clear()
-        self._local.clear()
+        self._carried.delivered()
+
+    def _part(self, index: int, agreed: Tensor) -> Tensor:
+        """What was agreed, as the parameter's gradient is seen by the user."""
+        if index in self._owned_rows:
+            return self._owned.as_rows(agreed, self._params[index])
+        return part_of(agreed, self._params[index])
 
     def _deliver_own(self) -> None:
         """The window's own mean, from what its micro-batches left in the buckets."""
@@ -362,10 +351,10 @@ class GradientSync:
 
     def _load_window(self, windows: Sequence[WindowState], *, same: int | None) -> None:
         """Each rank goes on in its own; in a world of another size rank 0 takes everybody's part."""
-        self._mine.views = self._sets[self._exchange.current]
+        self._mine.places = self._sets[self._exchange.current]
         self._mine.clear()
         self._window = Window()
-        taken = [windows[same]] if same is not None else windows if self._world.rank == 0 else []
+        taken = [windows[same]] if same is not None else windows if self._world.reader_rank == 0 else []
         for window in taken:
             self._mine.join(window, self._window)
 

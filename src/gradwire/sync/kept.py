@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor, nn
 
+from gradwire.comm.dtensor import local_of
 from gradwire.errors import MismatchError, UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class SyncState(TypedDict):
 
 
 @torch.no_grad()
-def take_mean(params: Sequence[nn.Parameter], owns: Sequence[Sequence[Tensor]]) -> None:
+def take_mean(params: Sequence[Tensor], owns: Sequence[Sequence[Tensor]]) -> None:
     """The parameters become the mean of the ranks' own."""
     for index, param in enumerate(params):
         param.copy_(torch.stack([own[index].double() for own in owns]).mean(0))
@@ -135,8 +136,8 @@ class Distributed:
         return SyncState(
             sync=self._sync,
             parameters=self._names,
-            rank=self._world.rank,
-            world_size=self._world.size,
+            rank=self._world.reader_rank,
+            world_size=self._world.num_readers,
             gradients=self._gradients.state_dict(),
             fragments=self._parameters.state_dict() if self._parameters else [],
         )
@@ -150,18 +151,23 @@ class Distributed:
         Raises MismatchError for another model or another ``sync``, UsageError if states are missing.
         """
         worlds = self._checked(states)
-        size = self._world.size
+        size = self._world.num_readers
         same = None
         if worlds[0]["world_size"] == size:
-            same = next((place for place, each in enumerate(worlds) if each["rank"] == self._world.rank), None)
+            same = next((place for place, each in enumerate(worlds) if each["rank"] == self._world.reader_rank), None)
             if same is None:
-                raise UsageError(f"load_state_dict: rank {self._world.rank}'s own state is not among those given")
+                raise UsageError(
+                    f"load_state_dict: rank {self._world.reader_rank}'s own state is not among those given"
+                )
         self._gradients.load([each["gradients"] for each in worlds], same=same)
         fragments = [each["fragments"] for each in worlds]
         if self._parameters is not None:
             self._parameters.load(fragments, same=same)
         elif same is None and any(fragments):  # registration order: a fragment is consecutive parameters
-            take_mean(self._params, [[own for fragment in rank for own in fragment["own"]] for rank in fragments])
+            take_mean(
+                [local_of(param) for param in self._params],
+                [[own for fragment in rank for own in fragment["own"]] for rank in fragments],
+            )
         self._loading.resumed()
 
     def _checked(self, states: Sequence[SyncState]) -> list[SyncState]:
@@ -175,10 +181,10 @@ class Distributed:
                 raise MismatchError("the state was kept for a model with other parameters; give the same model")
         worlds = sorted(states, key=lambda state: state["rank"])
         size = worlds[0]["world_size"]
-        if size != self._world.size and [each["rank"] for each in worlds] != list(range(size)):
+        if size != self._world.num_readers and [each["rank"] for each in worlds] != list(range(size)):
             raise UsageError(
-                f"load_state_dict: {len(worlds)} states of a world of {size} given, this one has {self._world.size} ranks; "
-                f"give the states of all {size} ranks"
+                f"load_state_dict: {len(worlds)} states of a world of {size} given, this one has "
+                f"{self._world.num_readers} ranks; give the states of all {size} ranks"
             )
         return worlds
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from gradwire.comm.dtensor import local_of
 from gradwire.errors import UsageError
 
 
@@ -70,6 +71,6 @@ class Loading:
 
 def _crc(params: Sequence[nn.Parameter], crc: int = 0) -> int:
     for param in params:
-        flat: Tensor = param.detach().contiguous().cpu().flatten()
+        flat: Tensor = local_of(param).detach().contiguous().cpu().flatten()
         crc = zlib.crc32(flat.view(torch.uint8).numpy().data, crc)
     return crc

@@ -6,26 +6,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradwire.core.microbatch import Microbatch
 from gradwire.core.outer import Outer
 from gradwire.core.reducer import Reducer
-from gradwire.sync.buckets import START_BUCKET_BYTES, ParamSpec, difference, lay_out, spec_of, views_of
+from gradwire.sync.buckets import START_BUCKET_BYTES, ParamSpec, difference, lay_out, spec_of
 from gradwire.sync.exchange import Agreement, Exchange
 from gradwire.sync.kept import FragmentState, take_mean
 from gradwire.sync.loading import Loading
 from gradwire.sync.opening import Opening
+from gradwire.sync.places import places_of
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Stand:
     """One parameter and where it stands: in its bucket's values, in what was agreed last, and in the outer momentum."""
 
     name: str
-    param: nn.Parameter
+    param: Tensor
     sent: Tensor
     anchor: Tensor
     velocity: Tensor
@@ -35,14 +36,14 @@ class Place:
 class Fragment:
     """Parameters that are agreed together.
 
-    places: by bucket. anchors: what they were when last agreed, by bucket (numel,); velocities: the outer momentum. owns: with
+    stands: by bucket. anchors: what they were when last agreed, by bucket (numel,); velocities: the outer momentum. owns: with
     late agreement, what this rank's were when it sent them. count: samples that this rank has stepped on since.
     wait: for what is on its way; due: steps until it is taken.
     """
 
-    params: list[tuple[str, nn.Parameter]]
+    params: list[tuple[str, Tensor]]
     exchange: Exchange
-    places: list[list[Place]]
+    stands: list[list[Stand]]
     anchors: list[Tensor]
     velocities: list[Tensor]
     owns: list[Tensor]
@@ -61,7 +62,7 @@ class ParameterSync:
 
     def __init__(
         self,
-        params: Sequence[tuple[str, nn.Parameter]],
+        params: Sequence[tuple[str, Tensor]],
         exchanges: Sequence[Exchange],
         *,
         reducer: Reducer,
@@ -78,16 +79,22 @@ class ParameterSync:
         parts = split_evenly(params, len(exchanges))
         self._fragments = [self._fragment(part, each) for part, each in zip(parts, exchanges, strict=True)]
 
-    def _fragment(self, params: list[tuple[str, nn.Parameter]], exchange: Exchange) -> Fragment:
+    def _fragment(self, params: list[tuple[str, Tensor]], exchange: Exchange) -> Fragment:
         layout = lay_out([self._spec(i, name, param) for i, (name, param) in enumerate(params)], self._bucket_bytes)
         exchange.build(layout)
         flats = exchange.flats(0)
         anchors = [torch.zeros_like(flat) for flat in flats]
         velocities = [torch.zeros_like(flat) for flat in flats]
-        sent, anchor, velocity = (views_of(layout, each) for each in (flats, anchors, velocities))
-        places = [
+        sent, anchor, velocity = (places_of(layout, each) for each in (flats, anchors, velocities))
+        stands = [
             [
-                Place(name=params[i][0], param=params[i][1], sent=sent[i], anchor=anchor[i], velocity=velocity[i])
+                Stand(
+                    name=params[i][0],
+                    param=params[i][1],
+                    sent=sent[i].own,
+                    anchor=anchor[i].own,
+                    velocity=velocity[i].own,
+                )
                 for i in (slot.param.index for slot in spec.slots)
             ]
             for spec in layout
@@ -95,7 +102,7 @@ class ParameterSync:
         fragment = Fragment(
             params=params,
             exchange=exchange,
-            places=places,
+            stands=stands,
             anchors=anchors,
             velocities=velocities,
             owns=[torch.zeros_like(flat) for flat in flats] if self._late else [],
@@ -103,7 +110,7 @@ class ParameterSync:
         _follow(fragment)
         return fragment
 
-    def _spec(self, index: int, name: str, param: nn.Parameter) -> ParamSpec:
+    def _spec(self, index: int, name: str, param: Tensor) -> ParamSpec:
         spec = spec_of(index, name, param, self._reducer)
         return replace(spec, dtype=torch.float32) if spec.dtype in HALVES else spec
 
@@ -113,15 +120,15 @@ class ParameterSync:
             _follow(fragment)
 
     @torch.no_grad()
-    def loaded(self, params: Sequence[nn.Parameter]) -> None:
+    def loaded(self, params: Sequence[Tensor]) -> None:
         """The user has loaded these: they are what the ranks agree on, whatever is on its way, and they do not move."""
         for fragment in self._fragments:
-            found = [place for places in fragment.places for place in places if any(place.param is p for p in params)]
+            found = [stand for stands in fragment.stands for stand in stands if any(stand.param is p for p in params)]
             if found:
                 self._drop(fragment)
-            for place in found:
-                place.anchor.copy_(place.param)
-                place.velocity.zero_()
+            for stand in found:
+                stand.anchor.copy_(stand.param)
+                stand.velocity.zero_()
 
     def _drop(self, fragment: Fragment) -> None:
         """Forget what is on its way."""
@@ -154,10 +161,10 @@ class ParameterSync:
         loaded = self._loading.take()
         exchange.open(Opening(count=fragment.count, unit=unit, explicit=True, microbatch=microbatch, loaded=loaded))
         bad: list[str] = []
-        for index, places in enumerate(fragment.places):
-            for place in places:
-                if not difference(place.anchor, place.param, out=place.sent):
-                    bad.append(place.name)
+        for index, stands in enumerate(fragment.stands):
+            for stand in stands:
+                if not difference(stand.anchor, stand.param, out=stand.sent):
+                    bad.append(stand.name)
             if fragment.owns:
                 torch.sub(fragment.anchors[index], flats[index], out=fragment.owns[index])
             if not counts:
@@ -180,11 +187,11 @@ class ParameterSync:
                 self._outer.step(fragment.anchors[index], flat, fragment.velocities[index])
             if on_top:
                 torch.sub(fragment.anchors[index], fragment.owns[index], out=flat)
-            for place in fragment.places[index]:
+            for stand in fragment.stands[index]:
                 if on_top:
-                    place.param.add_(place.sent)
+                    stand.param.add_(stand.sent)
                 else:
-                    place.param.copy_(place.anchor)
+                    stand.param.copy_(stand.anchor)
         return agreement.nonfinite
 
     def finish(self) -> tuple[str, ...]:
@@ -260,10 +267,10 @@ class ParameterSync:
         take_mean([param for _, param in fragment.params], [each["own"] for each in kept])
 
 
-def split_evenly(params: Sequence[tuple[str, nn.Parameter]], num_parts: int) -> list[list[tuple[str, nn.Parameter]]]:
+def split_evenly(params: Sequence[tuple[str, Tensor]], num_parts: int) -> list[list[tuple[str, Tensor]]]:
     """Consecutive parts of about equal size, in registration order; some may be empty."""
     total = sum(param.numel() for _, param in params)
-    parts: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(num_parts)]
+    parts: list[list[tuple[str, Tensor]]] = [[] for _ in range(num_parts)]
     before = 0
     for name, param in params:
         middle = before + param.numel() / 2
@@ -274,7 +281,7 @@ def split_evenly(params: Sequence[tuple[str, nn.Parameter]], num_parts: int) -> 
 
 @torch.no_grad()
 def _follow(fragment: Fragment) -> None:
-    for places in fragment.places:
-        for place in places:
-            place.anchor.copy_(place.param)
+    for stands in fragment.stands:
+        for stand in stands:
+            stand.anchor.copy_(stand.param)
     fragment.count = 0.0

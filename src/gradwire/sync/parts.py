@@ -10,20 +10,23 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from gradwire.comm.dtensor import local_of, row_maker
 from gradwire.comm.world import World
 from gradwire.compress.exact import AllReduce
 from gradwire.compress.hierarchical import Hierarchical
 from gradwire.core.group import Group
+from gradwire.core.mesh import AXES
 from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Link, Reducer
 from gradwire.sync.batchnorm import has_synchronised, refuse_single_samples, synchronise_batch_norm
 from gradwire.sync.buffers import BufferExchange
-from gradwire.sync.exchange import Exchange
+from gradwire.sync.exchange import Exchange, Route
 from gradwire.sync.fingerprint import plain_name
 from gradwire.sync.gradients import GradientSync
 from gradwire.sync.loading import Loading
+from gradwire.sync.owned import Owned, RowSteps
 from gradwire.sync.parameters import ParameterSync
 from gradwire.sync.weighting import Weighting
 
@@ -33,15 +36,22 @@ PROBE_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Channels:
-    """lanes: a group for each lane. buffers: the group that agrees on the model's buffers."""
+    """lanes: a group for each lane, of the ranks that read samples of their own; owners, across: its two axes (`Route`).
+
+    buffers: the group that agrees on the model's buffers. everybody: all ranks of the mesh; None where the lanes reach them all.
+    """
 
     lanes: tuple[Group, ...]
+    owners: tuple[Group, ...]
+    across: tuple[Group, ...]
     buffers: Group
+    everybody: Group | None
 
     @property
     def names(self) -> list[str]:
         """Of all these groups."""
-        return [group.name for group in (*self.lanes, self.buffers)]
+        groups = (*self.lanes, *self.owners, *self.across, self.buffers, self.everybody)
+        return [group.name for group in groups if group is not None]
 
 
 def open_channels(world: World, policy: SyncPolicy) -> Channels:
@@ -50,10 +60,16 @@ def open_channels(world: World, policy: SyncPolicy) -> Channels:
     Where an exchange may still be on its way when the buffers are agreed, they have a group of their own.
     """
     serial = world.next_serial()
-    num_lanes = 1 if world.size == 1 or world.device.type == "cuda" or policy.delay else NUM_LANES
-    lanes = tuple(world.group("data", channel=f"gradients{serial}.{lane}") for lane in range(num_lanes))
-    apart = world.size > 1 and (policy.delay or policy.late)
-    return Channels(lanes=lanes, buffers=world.group("data", channel=f"buffers{serial}") if apart else lanes[0])
+    num_lanes = 1 if world.num_readers == 1 or world.device.type == "cuda" or policy.delay else NUM_LANES
+    lanes = tuple(world.group(channel=f"gradients{serial}.{lane}") for lane in range(num_lanes))
+    apart = world.num_readers > 1 and (policy.delay or policy.late)
+    return Channels(
+        lanes=lanes,
+        owners=tuple(world.group("shard", channel=f"rows{serial}.{lane}") for lane in range(num_lanes)),
+        across=tuple(world.group("data", channel=f"copies{serial}.{lane}") for lane in range(num_lanes)),
+        buffers=world.group(channel=f"buffers{serial}") if apart else lanes[0],
+        everybody=world.group(*AXES, channel=f"agreement{serial}") if world.size > world.num_readers else None,
+    )
 
 
 class Parts:
@@ -72,21 +88,26 @@ class Parts:
         self.plan = plan
         self.policy = policy
         self._reducer = _on_levels(policy.reducer or AllReduce(), channels.lanes[0])
-        self._routes = [(group, world.lane(group.name)) for group in channels.lanes]
+        self._routes = [
+            Route(lane=world.lane(group.name), group=group, owners=owners, across=across)
+            for group, owners, across in zip(channels.lanes, channels.owners, channels.across, strict=True)
+        ]
         self.loading = Loading(model.modules() if world.size > 1 else ())
         self.weighting = Weighting(world, loader, self.loading, spans_batches=policy.spans_batches)
+        self._everybody = channels.everybody
         self.group_names = channels.names
-        new_norms = plan.batch_norm == "sync" and world.size > 1
+        new_norms = plan.batch_norm == "sync" and world.num_readers > 1
         if new_norms or has_synchronised(model):
-            group = world.group("data", channel=f"batchnorm{world.next_serial()}")
+            group = world.group(channel=f"batchnorm{world.next_serial()}")
             self.group_names.append(group.name)
             synchronise_batch_norm(model, group, self.weighting, new=new_norms)
-        self.guards = refuse_single_samples(model) if world.size > 1 and plan.batch_norm == "local" else []
+        self.guards = refuse_single_samples(model) if world.num_readers > 1 and plan.batch_norm == "local" else []
         named = [(plain_name(name), param) for name, param in model.named_parameters()]
         self.trained = [(name, param) for name, param in named if param.requires_grad]
         self.frozen = [(name, param) for name, param in named if not param.requires_grad]
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
         self._sparse = frozenset(index for index, (_, param) in enumerate(self.trained) if id(param) in tables)
+        self._owned = _owned(world, plan)
         self.buffers = BufferExchange(model, channels.buffers, skip_statistics=plan.batch_norm == "sync")
 
     def gradients(self) -> GradientSync:
@@ -97,12 +118,17 @@ class Parts:
             plan=self.plan,
             policy=self.policy,
             reducer=self._reducer,
-            exchange=Exchange(self._routes, self.world.device, delay=self.policy.delay),
+            exchange=Exchange(self._routes, self.world.device, delay=self.policy.delay, everybody=self._everybody),
             weighting=self.weighting,
             buffers=self.buffers,
             sparse=self._sparse,
-            link=_measured_link(self._routes[0][0], self.world.device),
+            owned=self._owned,
+            link=_measured_link(self._routes[0].group, self.world.device),
         )
+
+    def row_steps(self) -> RowSteps | None:
+        """Who lets optimizers step rows, where ranks own rows."""
+        return RowSteps(self.trained, self._owned, self._routes) if self._owned.num_ranks > 1 else None
 
     def parameters(self) -> ParameterSync | None:
         """Who agrees on parameters, where the policy does."""
@@ -110,7 +136,7 @@ class Parts:
             return None
         exchanges = [Exchange(self._routes, self.world.device) for _ in range(self.policy.num_fragments)]
         parameters = ParameterSync(
-            self.trained,
+            [(name, local_of(param)) for name, param in self.trained],
             exchanges,
             reducer=self._reducer,
             outer=self.policy.outer,
@@ -118,8 +144,20 @@ class Parts:
             loading=self.loading,
             bucket_bytes=self.plan.bucket_bytes,
         )
-        self.loading.on_load = parameters.loaded
+        self.loading.on_load = lambda params: parameters.loaded([local_of(param) for param in params])
         return parameters
+
+
+def _owned(world: World, plan: Plan) -> Owned:
+    """Rows of the optimizer's state, where the plan parts that alone."""
+    num_ranks = world.mesh.length(("shard",))
+    if plan.sharding != "optimizer" or num_ranks == 1:
+        return Owned()
+    return Owned(
+        rank=world.mesh.coordinate(world.rank)["shard"],
+        num_ranks=num_ranks,
+        as_rows=row_maker(world.torch_mesh()["shard"]),
+    )
 
 
 def _on_levels(reducer: Reducer, group: Group) -> Reducer:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from gradwire.errors import NonFiniteError, UsageError
 from gradwire.sync.gradients import GradientSync
+from gradwire.sync.owned import RowSteps
 from gradwire.sync.parameters import ParameterSync
 from gradwire.sync.parts import Parts
 
@@ -22,8 +23,11 @@ Remove: TypeAlias = Callable[[], None]
 class StepHooks:
     """Joins an exchange that this rank would miss, skips or stops on a NaN, agrees on parameters when the policy says so."""
 
-    def __init__(self, parts: Parts, gradients: GradientSync, parameters: ParameterSync | None) -> None:
+    def __init__(
+        self, parts: Parts, gradients: GradientSync, parameters: ParameterSync | None, rows: RowSteps | None = None
+    ) -> None:
         self._parts = parts
+        self._rows = rows
         self._world = parts.world
         self._gradients = gradients
         self._parameters = parameters
@@ -41,7 +45,9 @@ class StepHooks:
         """A step ends when every optimizer has stepped, or, if some don't, when the loop goes on without them."""
         key = id(optimizer)  # the hook must not hold the optimizer, which holds the hook
 
-        def after(*_: object) -> None:
+        def after(optimizer: Optimizer, *_: object) -> None:
+            if self._rows is not None:
+                self._rows.leave(optimizer)
             self._have_stepped.add(key)
             if len(self._have_stepped) == self._num_optimizers:
                 self._settle()
@@ -93,6 +99,9 @@ class StepHooks:
             if self._gradients.nonfinite:
                 self._refuse_nonfinite(optimizer, self._gradients.nonfinite)
             # args[0] is the optimizer. A rank must not decide by its own loss (LBFGS does): it gets the mean over ranks.
+            if self._rows is not None:
+                _refuse_closure(closure)
+                self._rows.enter(optimizer)
             if closure is None or self._world.size == 1:
                 return None
             return (args[0], self._agreed_loss(cast("Closure", closure))), {}
@@ -177,6 +186,14 @@ class StepHooks:
         if self._parts.plan.on_nonfinite == "stop":
             raise NonFiniteError(f"{problem}; all ranks hold those agreed last. Lower the learning rate, or clip")
         self._world.log(f"gradwire: {problem}; all ranks go back to those agreed last")
+
+
+def _refuse_closure(closure: object) -> None:
+    if closure is not None:
+        raise UsageError(
+            "optimizer.step(closure) runs backward inside the step, where this rank holds only its rows; call backward before "
+            "step(), or use a mesh without shard"
+        )
 
 
 def _few(names: tuple[str, ...]) -> str:

@@ -112,7 +112,7 @@ class Weighting:
         if micro is not None:
             return Weight(count=micro.samples, total=micro.window_samples)
         self._refuse_unknown_loader()
-        return Weight(count=1.0, total=float(self._world.size))
+        return Weight(count=1.0, total=float(self._world.num_readers))
 
     def _explicit(self, micro: Microbatch | None) -> bool:
         serial = self._world.weight_serial
@@ -170,6 +170,6 @@ class Window:
         """What makes the buckets' sum this rank's own mean."""
         return self.unit / self.count if self.count else 0.0
 
-    def local_unit(self, world_size: int) -> float:
+    def local_unit(self, num_readers: int) -> float:
         """Under ``no_sync``, ``.grad`` holds scale x this, so that equal weights leave autograd's own values (as DDP)."""
-        return 1.0 if self.relative else float(world_size)
+        return 1.0 if self.relative else float(num_readers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import tempfile
 import threading
 import time
@@ -107,9 +108,10 @@ def _process(function: Callable[[World], Result], rank: int, path: str, setting:
     try:
         if setting.size > 1:
             open_default_group(store, rank, setting.size, timeout_s=setting.timeout_s, cuda=setting.device == "cuda")
-        out.send((True, _with_world(function, rank, store, setting)))
+        found = (True, _with_world(function, rank, store, setting))
     except BaseException:  # sent to the caller, who raises it
-        out.send((False, traceback.format_exc()))
+        found = (False, traceback.format_exc())
+    out.send_bytes(pickle.dumps(found))  # send() would lend tensors' memory, which ends with this process
 
 
 def _processes(function: Callable[[World], Result], setting: _Setting) -> list[Result]:
@@ -147,7 +149,7 @@ def _processes(function: Callable[[World], Result], setting: _Setting) -> list[R
 
 def _received(end: Connection, rank: int) -> Result:  # pyright: ignore[reportInvalidTypeVarUse]
     try:
-        well, value = end.recv()
+        well, value = pickle.loads(end.recv_bytes())  # noqa: S301  # from our own child
     except EOFError:
         raise RankError(f"rank {rank} died without a word") from None
     if not well:

@@ -1,0 +1,62 @@
+"""Tensors of which each rank holds a part (torch's `DTensor`), beside plain ones: what this rank holds, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+@torch.no_grad()
+def local_of(value: Tensor) -> Tensor:
+    """What this rank holds of ``value``, the very tensor; a plain one itself."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@torch.no_grad()
+def laid_as(value: Tensor, like: Tensor) -> Tensor:
+    """``value`` (a gradient) parted and replicated as ``like``: sums still to be taken over ranks are taken now."""
+    if isinstance(value, DTensor) and isinstance(like, DTensor) and value.placements != like.placements:
+        return value.redistribute(placements=like.placements)
+    return value
+
+
+@torch.no_grad()
+def part_of(local: Tensor, like: Tensor) -> Tensor:
+    """``local`` as this rank's part of a tensor such as ``like``; itself if ``like`` is plain."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def rows_of(num_rows: int, num_ranks: int, rank: int) -> slice:
+    """Which of ``num_rows`` rows are ``rank``'s: shares of equal size, rounded up, so that the last may be short or empty.
+
+    >>> [rows_of(5, 3, rank) for rank in range(3)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    share = -(-num_rows // num_ranks)
+    return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
+
+
+def row_maker(mesh: DeviceMesh) -> Callable[[Tensor, Tensor], Tensor]:
+    """Makes ``(rows, whole)`` a `DTensor` with the shape of ``whole`` of which ``rows`` are this rank's (`rows_of`).
+
+    mesh: of one dimension.
+    """
+
+    def as_rows(rows: Tensor, whole: Tensor) -> Tensor:
+        with torch.no_grad():
+            return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+    return as_rows
+
+
+def is_parted(value: Tensor) -> bool:
+    """Whether each rank holds a part of ``value`` only."""
+    return isinstance(value, DTensor)
