@@ -20,6 +20,7 @@ from gradwire.sync.fingerprint import compare, facts_of, plain_name
 from gradwire.sync.kept import Distributed
 from gradwire.sync.named import policy_of
 from gradwire.sync.parts import Parts, open_channels
+from gradwire.sync.row_steps import refuse_optimizers
 from gradwire.sync.steps import StepHooks
 
 
@@ -67,6 +68,8 @@ def distribute(
         policy.reducer.check([plain_name(name) for name, param in model.named_parameters() if param.requires_grad])
     world.settle()
     world.take_mesh(plan)
+    if world.mesh.length(("shard",)) > 1:
+        refuse_optimizers(optimizers)
     policy = policy if world.num_readers > 1 else policy.alone()
     channels = open_channels(world, policy)
     everybody = channels.everybody or channels.lanes[0]
@@ -77,7 +80,7 @@ def distribute(
         loader.attach(plan.accumulate)
     parts = Parts(model, world, channels, plan, policy, loader)
     gradients, parameters = parts.gradients(), parts.parameters()
-    steps = StepHooks(parts, gradients, parameters, parts.row_steps())
+    steps = StepHooks(parts, gradients, parameters, parts.owned_steps())
     removes = steps.attach(optimizers) + parts.guards
 
     loading = parts.loading

@@ -89,7 +89,11 @@ class Plan:
         gradwire.errors.PlanError: mesh data=3 needs 3 ranks, the launcher started 4; use data=4 or start 3
         """
         mesh = Mesh.of(self.mesh, world_size)
-        if problems := [*self.pipeline.misfits(mesh.length(["pipeline"])), *self._without_axis(mesh)]:
+        if problems := [
+            *self.pipeline.misfits(mesh.length(["pipeline"])),
+            *self._without_axis(mesh),
+            *self._with_shards(mesh),
+        ]:
             raise PlanError("; ".join(problems))
 
     def _without_axis(self, mesh: Mesh) -> list[str]:
@@ -104,6 +108,15 @@ class Plan:
                 f"sharding={self.sharding}, but the mesh has no shard axis; use mesh shard=2 or leave it out"
             )
         return problems
+
+    def _with_shards(self, mesh: Mesh) -> list[str]:
+        """What ranks that own parts cannot do: they need each other's gradients at every step."""
+        if mesh.length(["shard"]) == 1 or not _puts_off(self.sync):
+            return []
+        return [
+            f"sync={self.sync} puts exchanges off, but ranks along shard need each other's gradients at every step; use a sync "
+            "that agrees every step (exact, bf16, q8, q4, ...), or mesh data in place of shard"
+        ]
 
     def words(self) -> str:
         """One line for people; equal plans say equal words."""
@@ -171,6 +184,13 @@ def _mesh_problems(mesh: object) -> list[str]:
         elif not isinstance(size, int) or isinstance(size, bool) or size < 1:
             problems.append(f"mesh {axis}={size!r} must be a whole number of ranks, at least 1")
     return problems
+
+
+def _puts_off(sync: Sync) -> bool:
+    """Whether a step may pass without an exchange, or use an earlier one's gradients."""
+    if isinstance(sync, str):
+        return parse(sync).name in ("local", "delayed")
+    return bool(getattr(sync, "delay", 0)) or getattr(sync, "outer", None) is not None
 
 
 def _rule_problems(rules: object) -> list[str]:

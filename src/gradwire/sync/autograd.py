@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,11 +28,48 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore  # untyped in torch
 
 
+class Hooks(Protocol):
+    """Who calls ``before(index)`` and ``after(index)`` around each parameter's gradient in every backward."""
+
+    @property
+    def weighed(self) -> frozenset[int]:
+        """Whose gradients come weighted, and summed over the ranks along ``shard``."""
+        ...
+
+    def settle(self) -> None:
+        """The backward ends: report what is left."""
+        ...
+
+    def close(self) -> None:
+        """Remove every hook; the model is the user's again."""
+        ...
+
+
+class MakeHooks(Protocol):
+    """Makes them. scale: what gradients are weighted by, where they are."""
+
+    def __call__(
+        self,
+        params: Sequence[nn.Parameter],
+        *,
+        before: Callable[[int], None],
+        after: Callable[[int], None],
+        scale: Callable[[], float],
+    ) -> Hooks: ...
+
+
 class GradientHooks:
-    """Calls ``before(index)`` and ``after(index)`` around each parameter's gradient in every backward."""
+    """Autograd's own, around each `AccumulateGrad`."""
+
+    weighed: frozenset[int] = frozenset()
 
     def __init__(
-        self, params: Sequence[nn.Parameter], *, before: Callable[[int], None], after: Callable[[int], None]
+        self,
+        params: Sequence[nn.Parameter],
+        *,
+        before: Callable[[int], None],
+        after: Callable[[int], None],
+        scale: Callable[[], float],
     ) -> None:
         self._nodes: list[Node] = []
         self._handles: list[RemovableHandle] = []
@@ -48,7 +86,9 @@ class GradientHooks:
         self._handles.append(node.register_prehook(lambda _: before(index)))
         self._handles.append(param.register_post_accumulate_grad_hook(lambda _: after(index)))
 
+    def settle(self) -> None:
+        """Autograd reports everything at once."""
+
     def close(self) -> None:
-        """Remove every hook; the model is the user's again."""
         for handle in self._handles:
             handle.remove()

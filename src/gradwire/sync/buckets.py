@@ -23,7 +23,8 @@ ALIGNMENT_BYTES = 64  # a slot starts on a cache line, so that the optimizer's k
 class ParamSpec:
     """What the layout must know of one parameter. index: its place in registration order. reducer: which takes it.
 
-    num_parts: how many ranks own rows of it; shape: of the largest part; whole_shape: of all.
+    num_parts: how many ranks own rows of it; shape: of the largest part; whole_shape: of all. summed: over the ranks along
+    ``shard`` already.
     """
 
     index: int
@@ -34,6 +35,7 @@ class ParamSpec:
     reducer: Reducer
     num_parts: int = 1
     whole_shape: tuple[int, ...] = ()
+    summed: bool = False
 
     @property
     def numel(self) -> int:
@@ -58,6 +60,10 @@ class BucketSpec:
     @property
     def num_parts(self) -> int:
         return self.slots[0].param.num_parts
+
+    @property
+    def summed(self) -> bool:
+        return self.slots[0].param.summed
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,9 +92,9 @@ def lay_out(params: Sequence[ParamSpec], bucket_bytes: int) -> tuple[BucketSpec,
     [['w2', 'w1'], ['w0']]
     """
     buckets: list[BucketSpec] = []
-    open_slots: dict[tuple[torch.dtype, torch.device, Reducer, int], list[Slot]] = {}
+    open_slots: dict[tuple[torch.dtype, torch.device, Reducer, int, bool], list[Slot]] = {}
     for param in reversed(params):
-        key = (param.dtype, param.device, param.reducer, param.num_parts)
+        key = (param.dtype, param.device, param.reducer, param.num_parts, param.summed)
         slots = open_slots.setdefault(key, [])
         if slots and (_end(slots[-1]) + param.numel) * param.num_parts * param.dtype.itemsize > bucket_bytes:
             buckets.append(_closed(slots))
@@ -107,7 +113,9 @@ def _closed(slots: list[Slot]) -> BucketSpec:
     return BucketSpec(slots=tuple(slots), numel=_end(slots[-1]))
 
 
-def spec_of(index: int, name: str, param: Tensor, reducer: Reducer, *, num_parts: int = 1) -> ParamSpec:
+def spec_of(
+    index: int, name: str, param: Tensor, reducer: Reducer, *, num_parts: int = 1, summed: bool = False
+) -> ParamSpec:
     """A parameter as the layout sees it; ``reducer`` chooses who takes it. num_parts: ranks that own rows of it."""
     whole = tuple(local_of(param).shape)
     parts = num_parts if whole else 1  # a scalar has no rows: everybody's
@@ -122,6 +130,7 @@ def spec_of(index: int, name: str, param: Tensor, reducer: Reducer, *, num_parts
         reducer=reducer.choose(name, shape),
         num_parts=parts,
         whole_shape=whole,
+        summed=summed,
     )
 
 

@@ -53,11 +53,12 @@ class Filling:
 
     flat: Tensor
     num_parts: int
+    summed: bool
     reduced: Bucket
 
     def group(self, route: Route) -> Group:
         """Over which ranks it is reduced."""
-        return route.group if self.num_parts == 1 else route.across
+        return route.across if self.num_parts > 1 or self.summed else route.group
 
 
 class Exchange:
@@ -103,7 +104,7 @@ class Exchange:
         self._sets = [[self._filling(index, spec) for index, spec in enumerate(layout)] for _ in range(1 + self._delay)]
         self._set = 0
         self._reducers = [spec.reducer for spec in layout]
-        whole = all(spec.num_parts == 1 for spec in layout)
+        whole = all(spec.num_parts == 1 and not spec.summed for spec in layout)
         self._plain = whole and len(self._routes) > 1 and all(r.plain(self._group) for r in self._reducers)
         pairs = zip(self._reducers, self._sets[0], strict=True)
         self.restore([reducer.init(each.reduced, each.group(self._routes[0])) for reducer, each in pairs])
@@ -111,12 +112,14 @@ class Exchange:
     def _filling(self, index: int, spec: BucketSpec) -> Filling:
         numel = spec.numel * spec.num_parts
         if spec.num_parts == 1:
-            flat = reduced = self._routes[-1].group.new_zeros(numel, spec.dtype, spec.device)
+            group = self._routes[-1].across if spec.summed else self._routes[-1].group
+            flat = reduced = group.new_zeros(numel, spec.dtype, spec.device)
         else:
             flat = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
             reduced = flat.view(spec.num_parts, -1)[self._own_part]
         pieces = tuple(Piece(name=slot.param.name, shape=slot.param.shape, offset=slot.offset) for slot in spec.slots)
-        return Filling(flat=flat, num_parts=spec.num_parts, reduced=Bucket(index=index, flat=reduced, pieces=pieces))
+        bucket = Bucket(index=index, flat=reduced, pieces=pieces)
+        return Filling(flat=flat, num_parts=spec.num_parts, summed=spec.summed, reduced=bucket)
 
     @property
     def _own_part(self) -> int:

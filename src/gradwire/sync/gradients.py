@@ -15,7 +15,7 @@ from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Link, Reducer
 from gradwire.errors import UsageError
-from gradwire.sync.autograd import GradientHooks, at_end_of_backward
+from gradwire.sync.autograd import MakeHooks, at_end_of_backward
 from gradwire.sync.buckets import START_BUCKET_BYTES, lay_out, nonfinite_grads, spec_of
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.carried import Carried
@@ -57,6 +57,7 @@ class GradientSync:
         sparse: frozenset[int],
         link: Link,
         owned: Owned,
+        make_hooks: MakeHooks,
     ) -> None:
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
@@ -70,7 +71,6 @@ class GradientSync:
         self._sparse = sparse
         self._owned = owned
         self._mode: Mode | None = None
-        self._window = Window()
         self._mine = Contribution(self._names, sparse)
         self._sealed: deque[tuple[Callable[[], Agreement], int]] = deque()
         self._window_ended = False
@@ -90,8 +90,9 @@ class GradientSync:
         self.rounds = 0
         self.steps = 0
         self.nonfinite: tuple[str, ...] = ()
+        self._hooks = make_hooks(self._params, before=self._before, after=self._after, scale=lambda: self._window.scale)
+        self._window = Window(common_unit=bool(self._hooks.weighed))
         self._build(plan.bucket_bytes or START_BUCKET_BYTES)
-        self._hooks = GradientHooks(self._params, before=self._before, after=self._after)
 
     def close(self) -> None:
         """The model is the user's again; nobody holds anybody in a circle."""
@@ -100,7 +101,7 @@ class GradientSync:
 
     def _build(self, bucket_bytes: int) -> None:
         dense = [
-            spec_of(i, name, p, self._reducer, num_parts=self._owned.num_ranks)
+            spec_of(i, name, p, self._reducer, num_parts=self._owned.num_ranks, summed=i in self._hooks.weighed)
             for i, (name, p) in enumerate(zip(self._names, self._params, strict=True))
             if i not in self._sparse
         ]
@@ -177,9 +178,10 @@ class GradientSync:
             fresh = laid_as(fresh.detach(), param)
         if fresh is not None and self._mode == "local":
             unit = self._window.local_unit(self._world.num_readers)
-            self._carried.keep_local(index, fresh, self._window.scale * unit)
+            scale = 1.0 if index in self._hooks.weighed else self._window.scale
+            self._carried.keep_local(index, fresh, scale * unit)
         elif fresh is not None:
-            self._mine.add(index, local_of(fresh), self._window.scale)
+            self._mine.add(index, local_of(fresh), 1.0 if index in self._hooks.weighed else self._window.scale)
         if self._mode in ("sync", "own"):
             self._arrive(index, send=self._mode == "sync")
 
@@ -198,6 +200,7 @@ class GradientSync:
             self._next_bucket += 1
 
     def _finish(self) -> None:
+        self._hooks.settle()
         mode = self._end_round()
         backward_s = time.monotonic() - self._began_s
         micro = self._weighting.microbatch
@@ -353,7 +356,7 @@ class GradientSync:
         """Each rank goes on in its own; in a world of another size rank 0 takes everybody's part."""
         self._mine.places = self._sets[self._exchange.current]
         self._mine.clear()
-        self._window = Window()
+        self._window = Window(common_unit=bool(self._hooks.weighed))
         taken = [windows[same]] if same is not None else windows if self._world.reader_rank == 0 else []
         for window in taken:
             self._mine.join(window, self._window)

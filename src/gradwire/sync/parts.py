@@ -20,14 +20,16 @@ from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Link, Reducer
+from gradwire.sync.autograd import GradientHooks, MakeHooks
 from gradwire.sync.batchnorm import has_synchronised, refuse_single_samples, synchronise_batch_norm
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.exchange import Exchange, Route
 from gradwire.sync.fingerprint import plain_name
 from gradwire.sync.gradients import GradientSync
 from gradwire.sync.loading import Loading
-from gradwire.sync.owned import Owned, RowSteps
+from gradwire.sync.owned import Gatherer, Owned
 from gradwire.sync.parameters import ParameterSync
+from gradwire.sync.row_steps import OwnedSteps
 from gradwire.sync.weighting import Weighting
 
 NUM_LANES = 2
@@ -83,6 +85,7 @@ class Parts:
         plan: Plan,
         policy: SyncPolicy,
         loader: MicrobatchSource | None,
+        make_hooks: MakeHooks = GradientHooks,
     ) -> None:
         self.world = world
         self.plan = plan
@@ -94,6 +97,7 @@ class Parts:
         ]
         self.loading = Loading(model.modules() if world.size > 1 else ())
         self.weighting = Weighting(world, loader, self.loading, spans_batches=policy.spans_batches)
+        self._make_hooks = make_hooks
         self._everybody = channels.everybody
         self.group_names = channels.names
         new_norms = plan.batch_norm == "sync" and world.num_readers > 1
@@ -123,12 +127,16 @@ class Parts:
             buffers=self.buffers,
             sparse=self._sparse,
             owned=self._owned,
+            make_hooks=self._make_hooks,
             link=_measured_link(self._routes[0].group, self.world.device),
         )
 
-    def row_steps(self) -> RowSteps | None:
-        """Who lets optimizers step rows, where ranks own rows."""
-        return RowSteps(self.trained, self._owned, self._routes) if self._owned.num_ranks > 1 else None
+    def owned_steps(self) -> OwnedSteps | None:
+        """Who lets optimizers step this rank's parts, where ranks own rows."""
+        if self._owned.num_ranks == 1:
+            return None
+        dense = [pair for index, pair in enumerate(self.trained) if index not in self._sparse]
+        return OwnedSteps(dense, self._owned, Gatherer(self._owned, self._routes))
 
     def parameters(self) -> ParameterSync | None:
         """Who agrees on parameters, where the policy does."""

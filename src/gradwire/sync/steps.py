@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from gradwire.errors import NonFiniteError, UsageError
 from gradwire.sync.gradients import GradientSync
-from gradwire.sync.owned import RowSteps
 from gradwire.sync.parameters import ParameterSync
 from gradwire.sync.parts import Parts
+from gradwire.sync.row_steps import OwnedSteps
 
 Closure: TypeAlias = Callable[[], Tensor | float]
 Remove: TypeAlias = Callable[[], None]
@@ -24,7 +24,7 @@ class StepHooks:
     """Joins an exchange that this rank would miss, skips or stops on a NaN, agrees on parameters when the policy says so."""
 
     def __init__(
-        self, parts: Parts, gradients: GradientSync, parameters: ParameterSync | None, rows: RowSteps | None = None
+        self, parts: Parts, gradients: GradientSync, parameters: ParameterSync | None, rows: OwnedSteps | None = None
     ) -> None:
         self._parts = parts
         self._rows = rows

@@ -132,10 +132,12 @@ class Window:
 
     count: the sum of its backwards' counts. unit: what the buckets' sum is divided by. scale: the factor of this backward's
     gradients. With a known total that is n_r/N; otherwise (relative) gradients are kept beside the window's first count, so
-    that they are never large, for half precision's sake, and the exchange divides by the total.
+    that they are never large, for half precision's sake, and the exchange divides by the total. common_unit: that count is
+    1 on all ranks, since some are summed before the exchange.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, common_unit: bool = False) -> None:
+        self._common_unit = common_unit
         self.count = 0.0
         self.scale = 1.0
         self.relative = False
@@ -162,7 +164,7 @@ class Window:
         if total is not None and not self.relative:
             self.unit = total
         elif not self.unit:
-            self.unit = count
+            self.unit = 1.0 if self._common_unit else count
         self.scale = count / self.unit if self.unit else 0.0
 
     @property
