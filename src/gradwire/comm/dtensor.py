@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 @torch.no_grad()
@@ -32,6 +32,18 @@ def part_of(local: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+@torch.no_grad()
+def cut_as(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part, a copy, of a plain tensor that every rank has whole, laid out as ``like``."""
+    if not isinstance(like, DTensor):
+        return whole.clone()
+    everywhere = [Replicate()] * like.device_mesh.ndim
+    parted = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False).redistribute(
+        placements=like.placements
+    )
+    return parted.to_local().clone()
 
 
 def rows_of(num_rows: int, num_ranks: int, rank: int) -> slice:

@@ -40,6 +40,10 @@ class Hooks(Protocol):
         """The backward ends: report what is left."""
         ...
 
+    def abandon(self) -> None:
+        """The backward ended in an exception, which the script caught."""
+        ...
+
     def close(self) -> None:
         """Remove every hook; the model is the user's again."""
         ...
@@ -88,6 +92,9 @@ class GradientHooks:
 
     def settle(self) -> None:
         """Autograd reports everything at once."""
+
+    def abandon(self) -> None:
+        """It begins anew by itself."""
 
     def close(self) -> None:
         for handle in self._handles:

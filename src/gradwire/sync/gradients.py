@@ -229,6 +229,7 @@ class GradientSync:
         ever. A backward of this rank alone leaves what plain PyTorch leaves.
         """
         mode = self._end_round()
+        self._hooks.abandon()
         self._carried.drop()
         if mode in ("sync", "withhold"):
             self._mine.fail("backward raised an exception")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.comm.dtensor import part_of, rows_of
+from gradwire.comm.dtensor import cut_as, is_parted, local_of, part_of, rows_of
 from gradwire.compress.exact import AllReduce
 from gradwire.sync.buckets import BucketSpec, lay_out, spec_of
 from gradwire.sync.exchange import Route
@@ -18,15 +18,26 @@ GATHER_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Owned:
-    """Which rows are this rank's. as_rows: a rank's rows, and a tensor of the whole shape -> a `DTensor`."""
+    """Which rows are this rank's, of tensors that every rank has whole; of others (`DTensor`) it is what this rank has.
+
+    make: a rank's rows, and a tensor of the whole shape -> a `DTensor`.
+    """
 
     rank: int = 0
     num_ranks: int = 1
-    as_rows: Callable[[Tensor, Tensor], Tensor] = part_of
+    make: Callable[[Tensor, Tensor], Tensor] = part_of
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's rows, a view."""
-        return self.rows(whole, self.rank)
+        """This rank's, a view."""
+        return local_of(whole) if is_parted(whole) else self.rows(whole, self.rank)
+
+    def cut(self, whole: Tensor, like: Tensor) -> Tensor:
+        """A copy of this rank's part of a plain tensor, parted as ``like`` is."""
+        return cut_as(whole, like) if is_parted(like) else self.rows(whole, self.rank).clone()
+
+    def as_rows(self, rows: Tensor, whole: Tensor) -> Tensor:
+        """``rows`` as this rank's part of a tensor such as ``whole``."""
+        return part_of(rows, whole) if is_parted(whole) else self.make(rows, whole)
 
     def rows(self, whole: Tensor, rank: int) -> Tensor:
         """Those of ``rank``, a view."""

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from gradwire.comm.dtensor import local_of, row_maker
+from gradwire.comm.dtensor import is_parted, local_of, row_maker
 from gradwire.comm.world import World
 from gradwire.compress.exact import AllReduce
 from gradwire.compress.hierarchical import Hierarchical
@@ -132,8 +132,8 @@ class Parts:
         )
 
     def owned_steps(self) -> OwnedSteps | None:
-        """Who lets optimizers step this rank's parts, where ranks own rows."""
-        if self._owned.num_ranks == 1:
+        """Who lets optimizers step this rank's parts, where ranks have or own parts."""
+        if self._owned.num_ranks == 1 and not any(is_parted(param) for _, param in self.trained):
             return None
         dense = [pair for index, pair in enumerate(self.trained) if index not in self._sparse]
         return OwnedSteps(dense, self._owned, Gatherer(self._owned, self._routes))
@@ -164,7 +164,7 @@ def _owned(world: World, plan: Plan) -> Owned:
     return Owned(
         rank=world.mesh.coordinate(world.rank)["shard"],
         num_ranks=num_ranks,
-        as_rows=row_maker(world.torch_mesh()["shard"]),
+        make=row_maker(world.torch_mesh()["shard"]),
     )
 
 

@@ -58,12 +58,18 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 class OwnedSteps:
-    """Rows for optimizers that step every element by itself, whole parameters for the others (Adafactor, Muon)."""
+    """Rows for optimizers that step every element by itself, whole parameters for the others (Adafactor, Muon).
+
+    Of parameters that ranks have parts of (`DTensor`) the others step what torch makes of it.
+    """
 
     def __init__(self, params: Named, owned: Owned, gatherer: Gatherer) -> None:
-        parted = [(name, param) for name, param in params if param.dim()]
-        self._rows = RowSteps(parted, owned, gatherer)
-        self._wholes = WholeSteps(parted, owned, gatherer)
+        parted = [(name, param) for name, param in params if is_parted(param)]
+        whole = [
+            (name, param) for name, param in params if param.dim() and not is_parted(param) and owned.num_ranks > 1
+        ]
+        self._rows = RowSteps([*parted, *whole], owned, gatherer)
+        self._wholes = WholeSteps(whole, owned, gatherer)
 
     def enter(self, optimizer: Optimizer) -> None:
         """Before the step."""
@@ -110,7 +116,7 @@ class RowSteps:
     def _taken(self, param: nn.Parameter, optimizer: Optimizer) -> nn.Parameter:
         row, grad = self._row(param), param.grad
         if grad is not None:
-            grad = local_of(grad) if is_parted(grad) else self._owned.of(grad)
+            grad = self._owned.of(grad)
         row.stepped.grad = grad
         if param in optimizer.state:
             optimizer.state[row.stepped] = self._to_rows(optimizer.state.pop(param), row)
@@ -130,7 +136,7 @@ class RowSteps:
             mine[key] = value
             if isinstance(value, Tensor) and value.dim() and value.shape == row.param.shape:
                 parted = is_parted(value)
-                mine[key] = local_of(value) if parted else self._owned.of(value).clone()
+                mine[key] = local_of(value) if parted else self._owned.cut(value, row.param)
                 row.kept[key] = value if parted else self._owned.as_rows(mine[key], row.param)
         return mine
 
@@ -139,7 +145,7 @@ class RowSteps:
         self._put_back(optimizer)
         params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
         if any(param.grad is not None for param in params):
-            owned = [param for param in params if id(param) in self._names]
+            owned = [param for param in params if id(param) in self._names and not is_parted(param)]
             self._gatherer.gather([Gathering(name=self._names[id(p)], rows=self._owned.of(p), whole=p) for p in owned])
 
     def _put_back(self, optimizer: Optimizer) -> None:
