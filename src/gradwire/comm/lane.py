@@ -66,12 +66,12 @@ class Lane:
         """Wait until every task submitted so far has ended; raise the first error among them."""
         self.marker()()
 
-    def close(self) -> None:
-        """End the thread after the tasks already queued; a thread blocked in a dead collective is left to the process."""
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End the thread after the tasks already queued; one blocked in a dead collective is left to the process."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._tasks.put(None)
-            thread.join(timeout=2.0)
+            thread.join(timeout=timeout_s)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

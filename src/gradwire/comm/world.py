@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import socket
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -31,6 +32,8 @@ from gradwire.errors import PeerError, PlanError, UsageError
 from gradwire.launch.environment import read_environment
 
 Number = TypeVar("Number", int, float, Tensor)
+
+_LANES_END_S = 2.0  # for all together: a broken pipeline has several that wait for a peer
 
 _CURRENT: ContextVar[World | None] = ContextVar("gradwire_world", default=None)
 
@@ -123,6 +126,19 @@ class World:
         name = f"{'+'.join(long or axes[:1])}{whose}/{channel}"
         if name not in self._groups:
             self._groups[name] = self._open(name, ranks)
+        return self._groups[name]
+
+    def among(self, axis: str, places: Sequence[int], *, channel: str) -> Group:
+        """Some of the ranks along ``axis``, by their places on it: the two ends of a pipeline's link. Only those call it."""
+        line = self.mesh.ranks_along((axis,), self.rank)
+        ranks = tuple(line[place] for place in sorted(places))
+        name = f"{axis}[{','.join(map(str, ranks))}]/{channel}"
+        if name not in self._groups:
+            try:
+                opened = self._open_ranks(name, ranks)
+            except RuntimeError as error:  # the store's and Gloo's errors
+                raise blame(error, self._meeting.watch, f"{self._where} was opening {name}") from error
+            self._groups[name] = self._traced(opened, ranks)
         return self._groups[name]
 
     def _open(self, name: str, ranks: tuple[int, ...]) -> Group:
@@ -280,8 +296,9 @@ class World:
         self._release()
 
     def _release(self) -> None:
+        until_s = time.monotonic() + _LANES_END_S
         for lane in self._lanes.values():
-            lane.close()
+            lane.close(max(0.0, until_s - time.monotonic()))
         self._groups.clear()
         self._torch_mesh = None
         self.reading = None  # a loader's workers must not linger in the cycle world -> loader -> world

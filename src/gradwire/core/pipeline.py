@@ -24,7 +24,8 @@ class Pipeline:
     into the gaps).
     microbatches: parts of each rank's batch; None: twice the number of stages. stages_per_rank: above 1 for ``interleaved`` only.
     cuts: names of the blocks that begin stages 1, 2, ...; empty: cut where the measured times balance.
-    speeds: how fast the ranks along ``pipeline`` are, relative to each other; empty: alike. memory_bytes: what each of them
+    speeds: how fast the ranks along ``pipeline`` are, relative to each other; empty: alike; ``"measured"``: by a short probe
+    when training starts. memory_bytes: what each of them
     has for its part; empty: no limit. activations: what travels between stages: ``exact``, ``bf16``, ``q8``, ``q4``.
 
     >>> Pipeline(schedule="gpipe", microbatches=8).words()
@@ -35,7 +36,7 @@ class Pipeline:
     microbatches: int | None = None
     stages_per_rank: int = 1
     cuts: tuple[str, ...] = ()
-    speeds: tuple[float, ...] = ()
+    speeds: tuple[float, ...] | Literal["measured"] = ()
     memory_bytes: tuple[int, ...] = ()
     activations: Activations = "exact"
 
@@ -70,7 +71,8 @@ class Pipeline:
         parts += [f"{self.microbatches} micro-batches"] if self.microbatches else []
         parts += [f"{self.stages_per_rank} stages a rank"] if self.stages_per_rank > 1 else []
         parts += [f"cuts at {', '.join(self.cuts)}"] if self.cuts else []
-        parts += [f"speeds {':'.join(f'{speed:g}' for speed in self.speeds)}"] if self.speeds else []
+        speeds = "measured" if self.speeds == "measured" else ":".join(f"{speed:g}" for speed in self.speeds)
+        parts += [f"speeds {speeds}"] if speeds else []
         parts += [f"memory {', '.join(map(str, self.memory_bytes))} bytes"] if self.memory_bytes else []
         parts += [f"activations {self.activations}"] if self.activations != "exact" else []
         return ", ".join(parts)
@@ -84,7 +86,7 @@ class Pipeline:
                 f"pipeline.cuts names {len(self.cuts)} blocks; {num_stages} stages have {num_stages - 1} cuts"
             )
         for name, values in (("speeds", self.speeds), ("memory_bytes", self.memory_bytes)):
-            if values and len(values) != num_ranks:
+            if values and values != "measured" and len(values) != num_ranks:
                 problems.append(f"pipeline.{name} has {len(values)} values; give one for each of the {num_ranks} ranks")
         if num_ranks == 1 and self.given():
             problems.append(
@@ -118,8 +120,11 @@ def _list_problems(pipeline: Pipeline) -> list[str]:
     elif len(set(pipeline.cuts)) != len(pipeline.cuts):
         problems.append(f"pipeline.cuts={list(pipeline.cuts)} names a block twice")
     for name, values in (("speeds", pipeline.speeds), ("memory_bytes", pipeline.memory_bytes)):
+        if name == "speeds" and values == "measured":
+            continue
         if not isinstance(values, tuple) or not all(_positive(value) for value in values):
-            problems.append(f"pipeline.{name}={values!r} must be a list of numbers above 0, one for each rank")
+            other = ', or "measured"' if name == "speeds" else ""
+            problems.append(f"pipeline.{name}={values!r} must be a list of numbers above 0, one for each rank{other}")
     return problems
 
 

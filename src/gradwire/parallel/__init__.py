@@ -1,0 +1,1 @@
+"""One model over several ranks: cut into stages, sharded by rows, its layers shared."""

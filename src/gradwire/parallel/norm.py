@@ -1,0 +1,101 @@
+"""Clipping by the global norm, where gradients are whole, sharded, or on other ranks altogether."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from gradwire.core.group import Group
+from gradwire.errors import UsageError
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    across: Group | None = None,
+) -> Tensor:
+    """Scale the gradients so that the norm of all of them together is at most ``max_norm``; returns the norm before.
+
+    norm = (sum of |g|^p over the numbers of the whole model)^(1/p): a shard's numbers count on their rank, what is the same on
+    several ranks counts once. Same result as ``torch.nn.utils.clip_grad_norm_`` on one process, and where nothing is
+    sharded it is that function. Every rank that holds a part calls it, with parameters in the same order.
+    across: the ranks that hold other parameters of the model: ``world.group("pipeline")``. Cost: one all-reduce of one number for
+    each way of sharding, and one along ``across``. Raises UsageError for ``norm_type`` 0 or less, and RuntimeError for a norm
+    that is not finite if ``error_if_nonfinite``.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [param.grad for param in given if param.grad is not None]
+    alone = across is None or across.size == 1
+    if alone and not any(isinstance(grad, DTensor) for grad in grads):
+        return nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    p = float(norm_type)
+    if not p > 0:
+        raise UsageError(f"norm_type={norm_type!r}; use a number above 0, or inf")
+    for param in given:
+        if isinstance(param.grad, DTensor) and any(placement.is_partial() for placement in param.grad.placements):
+            whole = [Replicate() if place.is_partial() else place for place in param.grad.placements]
+            param.grad = param.grad.redistribute(placements=whole)
+    grads = [param.grad for param in given if param.grad is not None]
+    norm = _norm(grads, p, None if alone else across)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the gradients' norm of order {p} is {float(norm)}; pass error_if_nonfinite=False to clip anyway"
+        )
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        local = _local(grad)
+        local.mul_(factor.to(local.device, local.dtype))
+    return norm
+
+
+def _norm(grads: list[Tensor], p: float, across: Group | None) -> Tensor:
+    """The norm over everybody's gradients, on all ranks."""
+    sums: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+    kinds = [_local(grad) for grad in grads]
+    dtype = torch.float64 if any(local.dtype == torch.float64 for local in kinds) else torch.float32
+    device = kinds[0].device if kinds else torch.device("cpu")
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in grads:
+        groups, power = _groups(grad), _power(_local(grad), p).to(device)
+        sums[groups] = _both(sums.get(groups, zero), power, p)
+    total = zero
+    for groups, value in sums.items():
+        mine = value.reshape(1).clone()
+        for group in groups:
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, group=group)
+        total = _both(total, mine[0], p)
+    if across is not None:
+        total = across.all_reduce(total.reshape(1).clone(), "max" if p == math.inf else "sum")[0]
+    return (total if p == math.inf else total ** (1 / p)).to(dtype)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups whose ranks hold different parts of it."""
+    if not isinstance(grad, DTensor):
+        return ()
+    dims = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]
+    return tuple(grad.device_mesh.get_group(dim) for dim in dims)
+
+
+def _power(local: Tensor, p: float) -> Tensor:
+    if not local.numel():
+        return local.new_zeros((), dtype=torch.float64)
+    norm = torch.linalg.vector_norm(local, p).double()  # powers of a float32 may be too large for one
+    return norm if p == math.inf else norm**p
+
+
+def _both(a: Tensor, b: Tensor, p: float) -> Tensor:
+    return torch.maximum(a, b) if p == math.inf else a + b
