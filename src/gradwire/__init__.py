@@ -47,7 +47,10 @@ if TYPE_CHECKING:
         PlanError,
         UsageError,
     )
-    from gradwire.training import distribute, no_sync, weight
+    from gradwire.parallel.cross_entropy import cross_entropy
+    from gradwire.parallel.split import forward_backward
+    from gradwire.parallel.whole import whole_state_dict
+    from gradwire.training import clip_grad_norm_, distribute, no_sync, weight
     from gradwire.verbs import sum
 
 __version__ = "0.1.0"
@@ -89,13 +92,17 @@ __all__ = [
     "Uniform",
     "UsageError",
     "World",
+    "clip_grad_norm_",
+    "cross_entropy",
     "current",
     "distribute",
+    "forward_backward",
     "init",
     "no_sync",
     "shard",
     "sum",
     "weight",
+    "whole_state_dict",
 ]
 
 _HOMES = {
@@ -125,7 +132,10 @@ _HOMES = {
     "gradwire.compress.quantize": ("Quantize",),
     "gradwire.compress.sampled": ("Sampled",),
     "gradwire.compress.topk": ("TopK",),
-    "gradwire.training": ("distribute", "no_sync", "weight"),
+    "gradwire.training": ("clip_grad_norm_", "distribute", "no_sync", "weight"),
+    "gradwire.parallel.cross_entropy": ("cross_entropy",),
+    "gradwire.parallel.split": ("forward_backward",),
+    "gradwire.parallel.whole": ("whole_state_dict",),
     "gradwire.verbs": ("sum",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from weakref import ref
@@ -10,11 +10,15 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.comm.world import Attachment, current
+from gradwire.comm.world import Attachment, World, current
 from gradwire.compress.choice import ByName
 from gradwire.core.microbatch import MicrobatchSource
 from gradwire.core.plan import Plan, Sync
 from gradwire.errors import UsageError
+from gradwire.parallel import norm
+from gradwire.parallel.parted import part
+from gradwire.parallel.split import is_second_copy
+from gradwire.sync.autograd import GradientHooks
 from gradwire.sync.buffers import broadcast_all
 from gradwire.sync.fingerprint import compare, facts_of, plain_name
 from gradwire.sync.kept import Distributed
@@ -31,6 +35,7 @@ def distribute(
     *,
     plan: Plan | None = None,
     sync: Sync | None = None,
+    example: object = None,
 ) -> Distributed:
     """Train ``model`` together with the other ranks, from its next backward on. The loop does not change.
 
@@ -38,6 +43,10 @@ def distribute(
     step it. loader: the ``gw.DataLoader`` that feeds it, so that every sample counts the same; without one, ranks count
     alike unless ``gw.weight`` says otherwise. plan: beats ``gradwire run --plan``, which beats the default.
     sync: how and when the ranks agree, in place of the plan's: ``"q4"``, a reducer, or a policy (`gw.Plan`).
+    example: an input of the model, a batch, for a pipeline to measure its blocks with; by default the loader gives one.
+
+    Under a mesh with ``pipeline``, ``tensor`` or ``shard`` the model becomes this rank's part of it, in place; a pipeline is then
+    trained by ``gw.forward_backward``.
 
     Afterwards ``.grad`` holds the mean over all ranks' samples when ``backward()`` returns. Calling it again on the same
     model replaces the earlier call (after unfreezing a layer, say). What a model needed is closed by the first call after
@@ -78,7 +87,8 @@ def distribute(
         broadcast_all([param.data for param in model.parameters()] + list(model.buffers()), everybody)
     if loader is not None:
         loader.attach(plan.accumulate)
-    parts = Parts(model, world, channels, plan, policy, loader)
+    sharded = part(model, optimizers, world, plan, _example(loader, example, world))
+    parts = Parts(model, world, channels, plan, policy, loader, GradientHooks if sharded is None else sharded.hooks)
     gradients, parameters = parts.gradients(), parts.parameters()
     steps = StepHooks(parts, gradients, parameters, parts.owned_steps())
     removes = steps.attach(optimizers) + parts.guards
@@ -104,10 +114,49 @@ def distribute(
     )
 
 
+def _example(loader: MicrobatchSource | None, given: object, world: World) -> object:
+    """An input for rank 0 to measure a pipeline's blocks with."""
+    if given is not None or loader is None or world.mesh.length(("pipeline",)) == 1 or world.rank:
+        return given
+    batch = loader.example()
+    return batch[0] if isinstance(batch, tuple | list) and batch else batch
+
+
 def _owners(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[ref[object], ...]:
     """Without whom it cannot be trained; ``model`` itself may be a list of others made on the way."""
     modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
     return tuple(ref(owner) for owner in (*modules, *optimizers))
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` under every plan: the norm is the whole model's, wherever its parts are.
+
+    All ranks call it, with the parameters of the model in their order. Returns the norm before clipping, the same on all ranks.
+
+    >>> import torch
+    >>> import gradwire as gw
+    >>> with gw.init():
+    ...     weight = torch.ones(4, requires_grad=True)
+    ...     (3 * weight).sum().backward()
+    ...     float(gw.clip_grad_norm_(weight, 1.0))
+    6.0
+    """
+    return norm.clip_grad_norm_(
+        parameters,
+        max_norm,
+        norm_type,
+        error_if_nonfinite=error_if_nonfinite,
+        foreach=foreach,
+        across=current().group("pipeline", channel="norm"),
+        counts=lambda param: not is_second_copy(param),
+    )
 
 
 @contextmanager

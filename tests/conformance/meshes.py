@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset
 
 import gradwire as gw
 from gradwire.comm.world import World
-from gradwire.parallel import whole_state
 
 BATCH_SIZE = 8
 NUM_SAMPLES = 4 * BATCH_SIZE + 3  # the last batch has three samples
@@ -24,7 +23,15 @@ class Perceptron(nn.Sequential):
     """Layers whose rows do not divide by the ranks."""
 
     def __init__(self) -> None:
-        layers = [nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 4)]
+        layers = [
+            nn.Linear(5, 12),
+            nn.Tanh(),
+            nn.Linear(12, 7),
+            nn.Tanh(),
+            nn.Linear(7, 12),
+            nn.Tanh(),
+            nn.Linear(12, 4),
+        ]
         super().__init__(*layers)
 
 
@@ -108,7 +115,7 @@ def train(world: World, names: tuple[str, ...]) -> dict[str, Weights]:
                 gw.clip_grad_norm_(made.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-        found[name] = whole_state(made)
+        found[name] = gw.whole_state_dict(made)
     return found
 
 

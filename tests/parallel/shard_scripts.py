@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.comm.world import World
-from gradwire.errors import GradwireError
 from gradwire.parallel.full_shard import FullShard
 from gradwire.parallel.moved import exchange
 
@@ -349,8 +347,17 @@ def unfrozen(world: World | None) -> object:
 
 
 BEHAVIOURS: tuple[Callable[[World | None], object], ...] = (
-    two_backwards, checkpointing, no_reshard, evaluating, running_twice, branches, not_finite, exceptions,
-    moved_optimizer, names, unfrozen,
+    two_backwards,
+    checkpointing,
+    no_reshard,
+    evaluating,
+    running_twice,
+    branches,
+    not_finite,
+    exceptions,
+    moved_optimizer,
+    names,
+    unfrozen,
 )
 
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import gradwire as gw
 from gradwire.comm.world import World
-from gradwire.parallel import forward_backward, keep, pipeline_of, split
+from gradwire.parallel.holding import keep
+from gradwire.parallel.split import forward_backward, pipeline_of, split
 from gradwire.testing import run_ranks
 from gradwire.testing.ranks import RankError
 from tests.parallel.models import CASES, Case

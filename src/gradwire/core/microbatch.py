@@ -45,6 +45,10 @@ class MicrobatchSource(Protocol):
         """From now on step in lockstep with the other ranks: windows of ``accumulate``, stand-ins for empty parts."""
         ...
 
+    def example(self) -> object:
+        """A batch such as the loop will see, of the first samples; nothing is consumed by it."""
+        ...
+
     def describe(self) -> dict[str, str | int]:
         """What must be equal on all ranks: length, batch size, split, seed."""
         ...

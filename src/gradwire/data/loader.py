@@ -115,6 +115,10 @@ class DataLoader:
         rank, size = self._world.reader_rank, self._world.num_readers
         self._seat = Seat(rank=rank, size=size, accumulate=accumulate, lockstep=True)
 
+    def example(self) -> object:
+        """A batch such as the loop will see, made of the first samples; nothing is consumed by it."""
+        return self._source.example(-(-self._source.usual_batch // self._seat.size))
+
     def describe(self) -> dict[str, str | int]:
         """What must be equal on all ranks."""
         return self._source.describe()

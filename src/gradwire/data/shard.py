@@ -15,7 +15,7 @@ from gradwire.data.loader import DataLoader
 from gradwire.data.lockstep import agreed_order
 from gradwire.data.peers import World, here, loader_group
 from gradwire.data.random_states import RandomStates, generators_of
-from gradwire.data.sources import Pair, Reading, StreamSource, pairs, started, torch_loader
+from gradwire.data.sources import Pair, Reading, StreamSource, collated, pairs, started, torch_loader
 from gradwire.data.split import Uniform
 from gradwire.data.turns import Position, Seat, Turn, deal, resumed
 from gradwire.data.watch import Watch
@@ -23,6 +23,7 @@ from gradwire.data.workers import Feed
 from gradwire.errors import DataError
 
 UNIFORM = Uniform()
+UNKNOWN_BATCH = 32  # a sampler of whole batches would have to be drawn from
 
 
 def shard(loader: TorchDataLoader[Any], *, world: World | None = None) -> DataLoader:
@@ -142,6 +143,15 @@ class SamplerSource:
         size = self._loader.batch_size
         last = len(cast("list[object]", self._loader.sampler)) - (num - 1) * size
         return (num - 1) * _num_turns(size, seat) + _num_turns(min(size, last), seat) if num else 0
+
+    @property
+    def usual_batch(self) -> int:
+        return self._loader.batch_size or UNKNOWN_BATCH
+
+    def example(self, num_samples: int) -> object:
+        dataset = self._loader.dataset
+        num = min(num_samples, len(dataset))
+        return collated((dataset[index] for index in range(num)), num, self._loader.collate_fn)
 
     def state(self, at: Position) -> Mapping[str, object]:
         return self._random.state(mid_epoch=at.mid_epoch)

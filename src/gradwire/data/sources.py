@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import (
@@ -68,6 +70,26 @@ class Source(Described, Protocol):
 
     def num_turns(self, epoch: int, seat: Seat) -> int: ...
 
+    @property
+    def usual_batch(self) -> int:
+        """Samples of a global batch."""
+        ...
+
+    def example(self, num_samples: int) -> object:
+        """A batch of the first samples, or fewer if there are."""
+        ...
+
+
+def collated(samples: Iterable[object], num_samples: int, collate: Collate | None) -> object:
+    """The first of ``samples`` as a batch; random numbers that are drawn on the way are given back."""
+    numbers = np.random.get_state()  # the generator that data sets draw from
+    python = random.getstate()
+    with torch.random.fork_rng():
+        batch = (collate or cast("Collate", default_collate))(list(islice(samples, num_samples)))
+    random.setstate(python)
+    np.random.set_state(numbers)
+    return batch
+
 
 class RecipeState:
     """What sources that follow a recipe have in common: no state beside the position."""
@@ -90,6 +112,10 @@ class RecipeState:
     def num_turns(self, epoch: int, seat: Seat) -> int:
         return self._recipe.num_turns(epoch, seat)
 
+    @property
+    def usual_batch(self) -> int:
+        return self._recipe.batch_size
+
     def state(self, at: Position) -> Mapping[str, object]:
         return {}
 
@@ -108,6 +134,11 @@ class MapSource(RecipeState):
         self._feed: Feed[Turn] = Feed()
         self._watch = Watch(self._feed, rank=rank, num_workers=reading.num_workers)
         self._torch = torch_loader(dataset, self._feed, replace(reading, generator=self._generator), self._watch)
+        self._samples, self._collate = cast("Any", dataset), reading.collate_fn
+
+    def example(self, num_samples: int) -> object:
+        num = min(num_samples, len(self._samples))
+        return collated((self._samples[index] for index in range(num)), num, self._collate)
 
     def begin(self, at: Position, seat: Seat) -> Iterator[Pair]:
         self.seeded(at.epoch)
@@ -130,6 +161,7 @@ class StreamSource(RecipeState):
     ) -> None:
         super().__init__(recipe)
         self._run, self._draws = 0, draws
+        self._samples, self._collate = dataset, reading.collate_fn
         self._feed: Feed[Task] = Feed()
         self._watch = Watch(self._feed, rank=rank, num_workers=reading.num_workers)
         reader = StreamReader(dataset, recipe, reading.collate_fn or cast("Collate", default_collate))
@@ -147,6 +179,9 @@ class StreamSource(RecipeState):
         batches = started(self._torch, self._watch)
         self._draws.go_on()
         return self._pairs(batches, at)
+
+    def example(self, num_samples: int) -> object:
+        return collated(iter(self._samples), num_samples, self._collate)
 
     def state(self, at: Position) -> Mapping[str, object]:
         return self._draws.state(mid_epoch=at.mid_epoch) if self._draws else {}

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.world import World
+from gradwire.core.autograd import at_end_of_backward
 from gradwire.errors import GradwireError, UsageError
 from gradwire.parallel.collectives import Gather, Scatter
 from gradwire.parallel.unit_gradients import SILENT, Listener, Unit, UnitGradients
@@ -49,7 +50,9 @@ class FullShard:
         channels = [world.group("shard", channel=f"{what}{serial}") for what in ("gather", "scatter")]
         self.groups = tuple(group.name for group in channels)
         if channels[0].size == 1:
-            raise UsageError("sharding needs 2 ranks or more along shard, this mesh has 1; use --mesh shard=2, or no sharding")
+            raise UsageError(
+                "sharding needs 2 ranks or more along shard, this mesh has 1; use --mesh shard=2, or no sharding"
+            )
         names = {id(module): name for name, module in model.named_modules()}
         _refuse_sparse(model, names)
         self._model = model
@@ -65,7 +68,9 @@ class FullShard:
         self._slots, self.replaced, witness = self._shard(model, world, names, plain, bucket_bytes or UNIT_BYTES)
         self._units = list(self._slots)
         self._gradients = UnitGradients(self._units, plain, channels[1], world.lane(channels[1].name))
-        self._gathers = {unit: Gather(channels[0], world.lane(channels[0].name), partial(self._begins, unit)) for unit in self._units}
+        self._gathers = {
+            unit: Gather(channels[0], world.lane(channels[0].name), partial(self._begins, unit)) for unit in self._units
+        }
         self._install(plain)
         self._check(witness)
 
@@ -160,7 +165,9 @@ class FullShard:
         self._gathered.clear()
         for unit in self._units:
             unit.calls = self._order.count(unit)
-            if self._gathers[unit].underway:  # prefetched, and then it did not run: by the next time it may have changed
+            if self._gathers[
+                unit
+            ].underway:  # prefetched, and then it did not run: by the next time it may have changed
                 _fsdp(unit.modules[0]).unshard()
                 _fsdp(unit.modules[0]).reshard()
         if not torch.is_grad_enabled():
@@ -191,7 +198,7 @@ class FullShard:
     def _backward_begins(self, *_: object) -> None:
         if self._phase != "backward":
             self._phase = "backward"
-            _at_end_of_backward(lambda: _at_end_of_backward(self.settle))  # FSDP2's own callback comes before
+            at_end_of_backward(lambda: at_end_of_backward(self.settle))  # FSDP2's own callback comes before
 
     def _begins(self, unit: Unit) -> None:
         self._gathered.append(unit)
@@ -261,11 +268,13 @@ class FullShard:
         index = {param: number for number, param in enumerate(params)}
         missing = [unit.name for unit in self._units if not set(unit.trainable) <= index.keys()]
         if missing:
-            raise UsageError(f"hooks got not all trainable parameters of {missing[0] or 'the model'}; give the sharded ones")
+            raise UsageError(
+                f"hooks got not all trainable parameters of {missing[0] or 'the model'}; give the sharded ones"
+            )
         self._gradients.listener = Listener(
             before=lambda param: before(index[param]), after=lambda param: after(index[param]), scale=scale
         )
-        return Hooks(self)
+        return Hooks(self, frozenset(range(len(params))))
 
     def unhook(self) -> None:
         """Nobody is told any more."""
@@ -279,10 +288,11 @@ class FullShard:
 
 
 class Hooks:
-    """What `GradientSync` holds of a sharded model."""
+    """What `GradientSync` holds of a sharded model. weighed: all, since scalars too are summed here."""
 
-    def __init__(self, shard: FullShard) -> None:
+    def __init__(self, shard: FullShard, weighed: frozenset[int]) -> None:
         self._shard = shard
+        self.weighed = weighed
 
     def settle(self) -> None:
         """See `FullShard.settle`."""
@@ -331,8 +341,3 @@ def _in_backward() -> bool:
     """Whether this runs inside autograd, as a checkpoint's second forward does; FSDP2 asks in the same way."""
     task = getattr(torch._C, "_current_graph_task_id", None)  # pyright: ignore  # no public name
     return task is not None and task() != -1
-
-
-def _at_end_of_backward(callback: Callable[[], None]) -> None:
-    engine = torch.autograd.Variable._execution_engine  # pyright: ignore  # untyped in torch; FSDP2 needs it too
-    engine.queue_callback(callback)

@@ -20,7 +20,9 @@ def exchange(optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[int,
     """
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError("LBFGS works on one flat vector of all parameters, which sharding cuts; use another optimizer")
+            raise UsageError(
+                "LBFGS works on one flat vector of all parameters, which sharding cuts; use another optimizer"
+            )
         for group in optimizer.param_groups:
             for place, old in enumerate(group["params"]):
                 new = replaced.get(id(old))
@@ -45,5 +47,7 @@ def _cut(value: Tensor, old: nn.Parameter, new: nn.Parameter) -> Tensor:
         mine = parts[rank].clone() if rank < len(parts) else whole.new_empty((0, *whole.shape[1:]))
         return DTensor.from_local(mine, mesh, spec, run_check=False, shape=new.shape, stride=new.stride())
     if value.shape[0] == old.shape[0]:
-        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, [Shard(0)])
+        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
+            mesh, [Shard(0)]
+        )
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

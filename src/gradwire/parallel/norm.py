@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,15 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     across: Group | None = None,
+    counts: Callable[[Tensor], bool] = lambda _: True,
 ) -> Tensor:
     """Scale the gradients so that the norm of all of them together is at most ``max_norm``; returns the norm before.
 
     norm = (sum of |g|^p over the numbers of the whole model)^(1/p): a shard's numbers count on their rank, what is the same on
     several ranks counts once. Same result as ``torch.nn.utils.clip_grad_norm_`` on one process, and where nothing is
     sharded it is that function. Every rank that holds a part calls it, with parameters in the same order.
-    across: the ranks that hold other parameters of the model: ``world.group("pipeline")``. Cost: one all-reduce of one number for
+    across: the ranks that hold other parameters of the model: ``world.group("pipeline")``; counts: whether a parameter counts on this
+    rank: of one that several stages have, one does. Cost: one all-reduce of one number for
     each way of sharding, and one along ``across``. Raises UsageError for ``norm_type`` 0 or less, and RuntimeError for a norm
     that is not finite if ``error_if_nonfinite``.
     """
@@ -45,7 +47,8 @@ def clip_grad_norm_(
             whole = [Replicate() if place.is_partial() else place for place in param.grad.placements]
             param.grad = param.grad.redistribute(placements=whole)
     grads = [param.grad for param in given if param.grad is not None]
-    norm = _norm(grads, p, None if alone else across)
+    counted = [param.grad for param in given if param.grad is not None and counts(param)]
+    norm = _norm(counted, p, None if alone else across)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the gradients' norm of order {p} is {float(norm)}; pass error_if_nonfinite=False to clip anyway"

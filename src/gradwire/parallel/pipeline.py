@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradwire.comm.text import all_gather_text
 from gradwire.comm.world import World
+from gradwire.core.autograd import at_end_of_backward
 from gradwire.core.balance import Unit
 from gradwire.core.pipeline import Pipeline
 from gradwire.core.schedule import Action, Order, Timeline, make, simulate
@@ -106,6 +107,14 @@ class PipelineModel:
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
+
+    def is_second_copy(self, param: Tensor) -> bool:
+        """Whether an earlier rank of the pipeline has this parameter of this rank's too."""
+        return any(
+            self.parameters.get(name) is param and self.rank != tie.ranks[0]
+            for tie in self.holding.ties
+            for name in tie.names
+        )
 
     def order(self, num_microbatches: int) -> Order:
         """What each rank does with so many micro-batches."""
@@ -236,21 +245,22 @@ class _Call:
         owner, stage, j = self._owner, action.stage, action.microbatch
         received = self._received(action)
         start_s = time.monotonic() - began_s
-        gives: Sequence[object] = ()
         if action.kind == "forward":
             gives = self._forward(stage, j, received)
+            if stage + 1 < owner.num_stages:
+                owner.links.post(action, gives, owner.stage(stage).names)
         elif action.kind == "backward":
             with _local(owner.world, on=not last):
-                gives = self._backward(stage, j, received)
+                self._backward(action, received)
         elif action.kind == "input":
-            gives = self._input(stage, j, received)
+            self._give_back(action, self._input(stage, j, received))
         elif (later := self._later.pop((stage, j))) is not None:
             later.run(owner.trained, self._kept)
         owner.spans.append((action, start_s, time.monotonic() - began_s))
-        if action.kind == "forward" and stage + 1 < owner.num_stages:
-            owner.links.post(action, gives, owner.stage(stage).names)
-        elif action.returns and stage > 0:
-            owner.links.post(action, gives, ["a gradient"] * len(gives))
+
+    def _give_back(self, action: Action, grads: Sequence[object]) -> None:
+        if action.stage > 0:
+            self._owner.links.post(action, grads, ["a gradient"] * len(grads))
 
     def _received(self, action: Action) -> Sequence[object]:
         stage, links = action.stage, self._owner.links
@@ -282,12 +292,19 @@ class _Call:
         self._loss = part if self._loss is None else self._loss + part
         return scaled
 
-    def _backward(self, stage: int, j: int, received: Sequence[object]) -> Sequence[object]:
-        passage = self._open.pop((stage, j))
+    def _backward(self, action: Action, received: Sequence[object]) -> None:
+        """Gives back before the ranks agree on gradients, at the end of a batch's last backward: others wait for both."""
+        passage = self._open.pop((action.stage, action.microbatch))
         pairs = self._pairs(passage, received)
-        if pairs:
-            torch.autograd.backward([exit_ for exit_, _ in pairs], [grad for _, grad in pairs])
-        return [entry.grad for entry in passage.entries]
+
+        def give_back() -> None:
+            self._give_back(action, [entry.grad for entry in passage.entries])
+
+        if not pairs:
+            give_back()
+            return
+        pairs[0][0].register_hook(lambda _: at_end_of_backward(give_back))
+        torch.autograd.backward([exit_ for exit_, _ in pairs], [grad for _, grad in pairs])
 
     def _input(self, stage: int, j: int, received: Sequence[object]) -> Sequence[object]:
         passage = self._open.pop((stage, j))

@@ -31,7 +31,23 @@ _SLACK = 0.03  # measured times vary by as much, so a cut that sends less may wi
 _PIPELINES: WeakKeyDictionary[nn.Module, PipelineModel] = WeakKeyDictionary()
 
 
-def split(model: nn.Module, world: World, pipeline: Pipeline, example: object = None) -> PipelineModel:
+Decision = tuple[Pipeline, Cuts]
+
+
+def decide(model: nn.Module, world: World, pipeline: Pipeline, example: object = None) -> Decision:
+    """Where the stages of a model that is still whole begin, for `split`, when layers are shared between the two."""
+    num_stages = world.mesh.length(["pipeline"]) * pipeline.stages_per_rank
+    return _agreed_cuts(model, world, blocks_of(model, num_stages), pipeline, example)
+
+
+def split(
+    model: nn.Module,
+    world: World,
+    pipeline: Pipeline,
+    example: object = None,
+    *,
+    decision: Decision | None = None,
+) -> PipelineModel:
     """Cut ``model`` into stages and leave on this rank, in place, the blocks of its own; all ranks must call it.
 
     example: an input such as the loop gives, for rank 0 to measure with; not needed where ``pipeline.cuts`` says where to cut.
@@ -50,7 +66,7 @@ def split(model: nn.Module, world: World, pipeline: Pipeline, example: object = 
         raise UsageError(
             f"{type(model).__name__} cannot be cut into stages: it runs other blocks in eval mode than in training"
         )
-    pipeline, cuts = _agreed_cuts(model, world, blocks, pipeline, example)
+    pipeline, cuts = decision or _agreed_cuts(model, world, blocks, pipeline, example)
     bounds = [0, *cuts.starts, len(blocks.names)]
     spans = list(pairwise(bounds))
     holding = find_holding(model, blocks, [blocks.program(*span) for span in spans], num_ranks)
@@ -72,6 +88,11 @@ def split(model: nn.Module, world: World, pipeline: Pipeline, example: object = 
 def pipeline_of(model: nn.Module) -> PipelineModel | None:
     """What `split` made of it; None for a model that is whole."""
     return _PIPELINES.get(model)
+
+
+def is_second_copy(param: Tensor) -> bool:
+    """Whether ``param`` is of a pipeline's stage, and an earlier stage has it too."""
+    return any(made.is_second_copy(param) for made in _PIPELINES.values())
 
 
 def forward_backward(

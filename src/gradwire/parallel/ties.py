@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from gradwire.comm.dtensor import local_of, part_of
 from gradwire.comm.world import World
 from gradwire.core.group import Group
 from gradwire.parallel.holding import Tie
@@ -63,6 +64,6 @@ class Ties:
         if not int(group.all_reduce(anybody, "max")):
             return
         total = torch.zeros_like(param) if grad is None else grad.to_dense() if grad.is_sparse else grad
-        total = total.contiguous()
-        group.all_reduce(total)
-        param.grad = total
+        part = local_of(total).contiguous()
+        part_of_all = group.all_reduce(part)
+        param.grad = part_of(part_of_all, total)

@@ -7,7 +7,12 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 UNIT_BYTES = 4 << 20
-_LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # always run through their forward, unless somebody subclassed them
+_LEAVES = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+)  # always run through their forward, unless somebody subclassed them
 
 
 def choose_units(model: nn.Module, unit_bytes: int = UNIT_BYTES) -> list[tuple[nn.Module, ...]]:
@@ -38,7 +43,9 @@ def bytes_of(module: nn.Module) -> int:
     return sum(param.nbytes for param in module.parameters())
 
 
-def owned(modules: Sequence[nn.Module], taken: frozenset[int] = frozenset()) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def owned(
+    modules: Sequence[nn.Module], taken: frozenset[int] = frozenset()
+) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """(module, attribute, parameter) of every parameter in these modules, once, without the modules ``taken`` (by id)."""
     found: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
     for module in modules:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from gradwire.comm.dtensor import laid_as, local_of, part_of
 from gradwire.comm.world import World
+from gradwire.core.autograd import at_end_of_backward
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Link, Reducer
 from gradwire.errors import UsageError
-from gradwire.sync.autograd import MakeHooks, at_end_of_backward
+from gradwire.sync.autograd import MakeHooks
 from gradwire.sync.buckets import START_BUCKET_BYTES, lay_out, nonfinite_grads, spec_of
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.carried import Carried

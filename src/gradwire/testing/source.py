@@ -19,12 +19,15 @@ class ListSource:
     def __init__(self, batches: Sequence[Batch], world: World, *, shares: Sequence[float] | None = None) -> None:
         self._batches = batches
         self._world = world
-        self._shares = list(shares or [1.0] * world.size)
+        self._shares = list(shares or [1.0] * world.num_readers)
         self._accumulate = 1
         self.current: Microbatch | None = None
 
     def attach(self, accumulate: int) -> None:
         self._accumulate = accumulate
+
+    def example(self) -> Batch:
+        return self._batches[0]
 
     def describe(self) -> dict[str, str | int]:
         return {"length": len(self._batches)}
@@ -35,7 +38,7 @@ class ListSource:
             cuts = list(Partition.even(whole, min(self._accumulate, whole)).slices())
             for index, cut in enumerate(cuts):
                 micro = tuple(tensor[cut] for tensor in batch)
-                part = list(Partition.proportional(len(micro[0]), self._shares).slices())[self._world.rank]
+                part = list(Partition.proportional(len(micro[0]), self._shares).slices())[self._world.reader_rank]
                 mine = tuple(tensor[part] for tensor in micro)
                 self.current = Microbatch(
                     epoch=0,
