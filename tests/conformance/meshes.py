@@ -169,12 +169,11 @@ ROWS = (
     MeshRow("data x pipeline of 3", gw.Plan(mesh={"data": 2, "pipeline": 3})),
     MeshRow("data x tensor", gw.Plan(mesh={"data": 2, "tensor": 2})),
     MeshRow("data of 3 x tensor", gw.Plan(mesh={"data": 3, "tensor": 2})),
-    MeshRow("pipeline x shard", gw.Plan(mesh={"pipeline": 2, "shard": 2})),
     MeshRow("pipeline x optimizer rows", gw.Plan(mesh={"pipeline": 2, "shard": 2}, sharding="optimizer")),
     MeshRow("pipeline x tensor", gw.Plan(mesh={"pipeline": 2, "tensor": 2})),
     MeshRow("shard x tensor", gw.Plan(mesh={"shard": 2, "tensor": 2})),
     MeshRow("optimizer rows x tensor", gw.Plan(mesh={"shard": 2, "tensor": 2}, sharding="optimizer")),
     MeshRow("data x shard x tensor", gw.Plan(mesh={"data": 2, "shard": 2, "tensor": 2})),
-    MeshRow("data x pipeline x shard", gw.Plan(mesh={"data": 2, "pipeline": 2, "shard": 2})),
+    MeshRow("data x pipeline x rows", gw.Plan(mesh={"data": 2, "pipeline": 2, "shard": 2}, sharding="optimizer")),
     MeshRow("data x pipeline x tensor", gw.Plan(mesh={"data": 2, "pipeline": 2, "tensor": 2})),
 )

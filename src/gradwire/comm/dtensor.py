@@ -38,7 +38,7 @@ def part_of(local: Tensor, like: Tensor) -> Tensor:
 def cut_as(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's part, a copy, of a plain tensor that every rank has whole, laid out as ``like``."""
     if not isinstance(like, DTensor):
-        return whole.clone()
+        return whole
     everywhere = [Replicate()] * like.device_mesh.ndim
     parted = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False).redistribute(
         placements=like.placements
@@ -57,16 +57,28 @@ def rows_of(num_rows: int, num_ranks: int, rank: int) -> slice:
 
 
 def row_maker(mesh: DeviceMesh) -> Callable[[Tensor, Tensor], Tensor]:
-    """Makes ``(rows, whole)`` a `DTensor` with the shape of ``whole`` of which ``rows`` are this rank's (`rows_of`).
+    """Makes ``(rows, param)`` a `DTensor` in the parameter's shape: ``rows`` are this rank's (`rows_of`) of what its copy has.
 
-    mesh: of one dimension.
+    mesh: with dimensions ``shard`` and ``tensor``. A parameter parted along ``tensor`` already is parted twice, in that order.
     """
+    twice = _tensor_then_shard(mesh) if mesh["tensor"].size() > 1 else mesh["shard"]
 
-    def as_rows(rows: Tensor, whole: Tensor) -> Tensor:
+    def as_rows(rows: Tensor, param: Tensor) -> Tensor:
+        before = param.placements if isinstance(param, DTensor) else ()
+        where, placements = (twice, (*before, Shard(0))) if before else (mesh["shard"], (Shard(0),))
         with torch.no_grad():
-            return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+            return DTensor.from_local(
+                rows, where, placements, run_check=False, shape=param.shape, stride=param.stride()
+            )
 
     return as_rows
+
+
+def _tensor_then_shard(mesh: DeviceMesh) -> DeviceMesh:
+    names = ("tensor", "shard")
+    ranks = mesh["shard", "tensor"].mesh.T.contiguous()
+    groups = [mesh[name].get_group() for name in names]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def is_parted(value: Tensor) -> bool:

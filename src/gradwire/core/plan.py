@@ -110,13 +110,21 @@ class Plan:
         return problems
 
     def _with_shards(self, mesh: Mesh) -> list[str]:
-        """What ranks that own parts cannot do: they need each other's gradients at every step."""
-        if mesh.length(["shard"]) == 1 or not _puts_off(self.sync):
-            return []
-        return [
-            f"sync={self.sync} puts exchanges off, but ranks along shard need each other's gradients at every step; use a sync "
-            "that agrees every step (exact, bf16, q8, q4, ...), or mesh data in place of shard"
-        ]
+        """What ranks that own parts cannot do."""
+        problems: list[str] = []
+        if mesh.length(["shard"]) == 1:
+            return problems
+        if _puts_off(self.sync):
+            problems.append(
+                f"sync={self.sync} puts exchanges off, but ranks along shard need each other's gradients at every step; use a "
+                "sync that agrees every step (exact, bf16, q8, q4, ...), or mesh data in place of shard"
+            )
+        if mesh.length(["pipeline"]) > 1 and self.sharding != "optimizer":
+            problems.append(
+                f"sharding={self.sharding} in a pipeline would gather every stage's parameters for every micro-batch; use "
+                'sharding="optimizer", which a pipeline can have'
+            )
+        return problems
 
     def words(self) -> str:
         """One line for people; equal plans say equal words."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.parallel.blocks import Blocks, Program, tensors_of
+from gradwire.parallel.blocks import Blocks, Program, path_of, tensors_of
 from gradwire.parallel.stage import Elsewhere
 
 
@@ -24,11 +24,17 @@ class Tie:
 class Holding:
     """ranks_of: by the user's name of each parameter and buffer, the places along ``pipeline`` that have it, in order.
 
-    ties: parameters with several.
+    ties: parameters with several. blocks: by place, the names of the modules it calls.
     """
 
     ranks_of: Mapping[str, tuple[int, ...]]
     ties: tuple[Tie, ...]
+    blocks: tuple[frozenset[str], ...]
+
+    def needs(self, rank: int, path: str, tensors: Iterable[str]) -> bool:
+        """Whether ``rank`` has one of the module's tensors, or calls it or a block inside of it, which may have none."""
+        inside = any(block == path or block.startswith(f"{path}.") for block in self.blocks[rank])
+        return inside or any(rank in self.ranks_of[name] for name in tensors)
 
 
 def find_holding(model: nn.Module, blocks: Blocks, programs: Sequence[Program], num_ranks: int) -> Holding:
@@ -43,19 +49,18 @@ def find_holding(model: nn.Module, blocks: Blocks, programs: Sequence[Program], 
     for name, tensor in named.items():
         if isinstance(tensor, nn.Parameter) and len(found[name]) > 1:
             names.setdefault(id(tensor), []).append(name)
-    return Holding(found, tuple(Tie(tuple(group), found[group[0]]) for group in names.values()))
+    called = [
+        frozenset(path_of(n) for program in programs[rank::num_ranks] for n in program.nodes if n.op == "call_module")
+        for rank in range(num_ranks)
+    ]
+    return Holding(found, tuple(Tie(tuple(group), found[group[0]]) for group in names.values()), tuple(called))
 
 
 def let_go(model: nn.Module, holding: Holding, rank: int) -> None:
     """Remove from ``model``, in place, what ``rank`` does not have: whole modules become `Elsewhere`, others lose tensors."""
     for path, module in list(model.named_modules(remove_duplicate=False)):
         own = [f"{path}.{name}" if path else name for name in _named(module)]
-        if (
-            path
-            and own
-            and not any(rank in holding.ranks_of[name] for name in own)
-            and not _inside_elsewhere(model, path)
-        ):
+        if path and own and not holding.needs(rank, path, own) and not _inside_elsewhere(model, path):
             parent = model.get_submodule(path.rpartition(".")[0])
             setattr(parent, path.rpartition(".")[2], Elsewhere(path, holding.ranks_of[own[0]][0]))
     for path, module in model.named_modules(remove_duplicate=False):

@@ -83,10 +83,8 @@ class Links:
     def _receive(self, group: Group, future: Future[list[object]]) -> None:
         try:
             future.set_result(receive(group, 1 - group.rank, self._device, self._codec))
-        except BaseException as error:  # raised where it is waited for, and by all that would have come behind it
-            for waiting in self._coming.copy().values():
-                if not waiting.done():
-                    waiting.set_exception(error)
+        except BaseException as error:  # raised where it is waited for
+            future.set_exception(error)
 
     def _sent_on(self, way: _Way, actions: Sequence[Action]) -> Iterator[Key]:
         for action in actions:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -18,6 +17,7 @@ from gradwire.comm.text import all_gather_text
 from gradwire.comm.world import World
 from gradwire.core.autograd import at_end_of_backward
 from gradwire.core.balance import Unit
+from gradwire.core.group import Group
 from gradwire.core.pipeline import Pipeline
 from gradwire.core.schedule import Action, Order, Timeline, make, simulate
 from gradwire.errors import UsageError
@@ -27,7 +27,7 @@ from gradwire.parallel.holding import Holding
 from gradwire.parallel.links import Links
 from gradwire.parallel.message import codec_of
 from gradwire.parallel.stage import Passage, Stage, awaiting, entered
-from gradwire.parallel.ties import Ties
+from gradwire.parallel.ties import Ties, local_only
 
 LossFunction = Callable[..., Tensor]
 Count = Callable[[object], float]
@@ -83,9 +83,9 @@ class PipelineModel:
         self._trained = [param for param in self.parameters.values() if param.requires_grad]
         codec = codec_of(pipeline.activations)
         self._links = Links(world, num_ranks=self.num_ranks, num_stages=self.num_stages, codec=codec)
-        self._losses = world.group("pipeline", channel=f"loss.{world.next_serial()}")
+        self._losses = line_of(world)
         self._ties = Ties(model, world, holding.ties, self.rank)
-        self.groups = [*self._links.names, self._losses.name, *self._ties.names]
+        self.groups = [*self._links.names, *self._ties.names]
         self._running: int | None = None
         self._broken = ""
 
@@ -234,6 +234,8 @@ class _Call:
         for place, action in enumerate(mine):
             self._do(action, last=place == last, began_s=began_s)
         if self._train:
+            for param, zeros in owner.ties.zeros() if self._kept.grads else ():
+                self._kept.add([param], [zeros])
             self._kept.deliver()
         owner.links.finish()
         if self._train:
@@ -250,8 +252,8 @@ class _Call:
             if stage + 1 < owner.num_stages:
                 owner.links.post(action, gives, owner.stage(stage).names)
         elif action.kind == "backward":
-            with _local(owner.world, on=not last):
-                self._backward(action, received)
+            with local_only(owner.world, on=not last):
+                self._backward(action, received, last=last)
         elif action.kind == "input":
             self._give_back(action, self._input(stage, j, received))
         elif (later := self._later.pop((stage, j))) is not None:
@@ -292,7 +294,7 @@ class _Call:
         self._loss = part if self._loss is None else self._loss + part
         return scaled
 
-    def _backward(self, action: Action, received: Sequence[object]) -> None:
+    def _backward(self, action: Action, received: Sequence[object], *, last: bool) -> None:
         """Gives back before the ranks agree on gradients, at the end of a batch's last backward: others wait for both."""
         passage = self._open.pop((action.stage, action.microbatch))
         pairs = self._pairs(passage, received)
@@ -303,6 +305,8 @@ class _Call:
         if not pairs:
             give_back()
             return
+        if last:
+            self._owner.ties.begin()
         pairs[0][0].register_hook(lambda _: at_end_of_backward(give_back))
         torch.autograd.backward([exit_ for exit_, _ in pairs], [grad for _, grad in pairs])
 
@@ -322,6 +326,12 @@ class _Call:
         grads = received or [torch.ones_like(each) for each in passage.exits]
         pairs = zip(passage.exits, grads, strict=True)
         return [(exit_, grad) for exit_, grad in pairs if isinstance(grad, Tensor)]
+
+
+def line_of(world: World) -> Group:
+    """All ranks along ``pipeline``, for what is small: one group for all models, never closed before the world."""
+    length = world.mesh.length(["pipeline"])
+    return world.among("pipeline", range(length), channel="line")
 
 
 def predict(cuts: Cuts, pipeline: Pipeline, num_microbatches: int) -> Timeline:
@@ -344,13 +354,3 @@ def order_of(pipeline: Pipeline, num_ranks: int, num_microbatches: int) -> Order
         stages_per_rank=pipeline.stages_per_rank,
         num_microbatches=num_microbatches,
     )
-
-
-@contextmanager
-def _local(world: World, *, on: bool) -> Generator[None]:
-    """Every backward of a batch but the last keeps its gradients on this rank (`gw.no_sync`)."""
-    world.local_only += on
-    try:
-        yield
-    finally:
-        world.local_only -= on

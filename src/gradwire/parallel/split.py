@@ -23,7 +23,7 @@ from gradwire.errors import GradwireError, MismatchError, PlanError, UsageError
 from gradwire.parallel.batch import cut
 from gradwire.parallel.blocks import Blocks
 from gradwire.parallel.holding import find_holding, let_go
-from gradwire.parallel.pipeline import Count, Cuts, LossFunction, PipelineModel
+from gradwire.parallel.pipeline import Count, Cuts, LossFunction, PipelineModel, line_of
 from gradwire.parallel.profile import measure, probe_speeds
 from gradwire.parallel.stage import Stage
 
@@ -170,18 +170,21 @@ def _agreed_cuts(
     model: nn.Module, world: World, blocks: Blocks, pipeline: Pipeline, example: object
 ) -> tuple[Pipeline, Cuts]:
     """Rank 0's, on all ranks of the mesh."""
-    everybody = world.group(*AXES, channel=f"split.{world.next_serial()}")
-    line = world.group("pipeline", channel=f"probe.{world.next_serial()}")
+    everybody = world.group(*AXES, channel="split")
+    line = line_of(world)
     speeds = probe_speeds(line, world.device) if pipeline.speeds == "measured" else pipeline.speeds
     pipeline = replace(pipeline, speeds=speeds)
-    told = _decide(model, blocks, pipeline, line.size, example) if everybody.rank == 0 else ""
-    decision = json.loads(all_gather_text(everybody, told, world.device)[0])
+    names = json.dumps({"names": blocks.names})
+    told = _decide(model, blocks, pipeline, line.size, example) if everybody.rank == 0 else names
+    decision, *others = (json.loads(text) for text in all_gather_text(everybody, told, world.device))
     if "error" in decision:
         raise PlanError(decision["error"])
-    if decision["names"] != list(blocks.names):
-        raise MismatchError(
-            f"the ranks' models differ: rank 0's blocks are {', '.join(decision['names'])}, this rank's {', '.join(blocks.names)}"
-        )
+    for rank, other in enumerate(others, start=1):
+        if other["names"] != decision["names"]:
+            raise MismatchError(
+                f"the ranks' models differ: rank 0's blocks are {', '.join(decision['names'])}, rank {rank}'s "
+                f"{', '.join(other['names'])}"
+            )
     pipeline = replace(pipeline, speeds=tuple(decision["speeds"]))
     return pipeline, Cuts(tuple(Unit(**unit) for unit in decision["units"]), tuple(decision["starts"]))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,17 @@ class Ties:
                     self._shared.append((param, groups[tie.ranks]))
         self._settled: dict[int, Tensor] = {}
         self.names = [group.name for group in groups.values()]
+
+    def zeros(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """A gradient of zeros for each."""
+        return [(param, torch.zeros_like(param)) for param, _ in self._shared]
+
+    def begin(self) -> None:
+        """Before a batch's last backward: a zero for each, so that it leaves a gradient in the same layout on every rank."""
+        pairs = self.zeros()
+        if pairs:
+            with local_only(self._world, on=True):
+                torch.autograd.backward([param for param, _ in pairs], [zeros for _, zeros in pairs])
 
     def set_aside(self) -> dict[int, Tensor]:
         """Before a batch: gradients that were summed already must not be summed again."""
@@ -67,3 +79,13 @@ class Ties:
         part = local_of(total).contiguous()
         part_of_all = group.all_reduce(part)
         param.grad = part_of(part_of_all, total)
+
+
+@contextmanager
+def local_only(world: World, *, on: bool) -> Generator[None]:
+    """Backwards inside keep their gradients on this rank (`gw.no_sync`)."""
+    world.local_only += on
+    try:
+        yield
+    finally:
+        world.local_only -= on

@@ -18,26 +18,27 @@ GATHER_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Owned:
-    """Which rows are this rank's, of tensors that every rank has whole; of others (`DTensor`) it is what this rank has.
+    """Which rows are this rank's, of what it has of each parameter: all, or its part of a `DTensor`.
 
-    make: a rank's rows, and a tensor of the whole shape -> a `DTensor`.
+    make: a rank's rows, and the parameter -> a `DTensor` of the parameter's shape.
     """
 
     rank: int = 0
     num_ranks: int = 1
     make: Callable[[Tensor, Tensor], Tensor] = part_of
 
-    def of(self, whole: Tensor) -> Tensor:
-        """This rank's, a view."""
-        return local_of(whole) if is_parted(whole) else self.rows(whole, self.rank)
+    def of(self, param: Tensor) -> Tensor:
+        """This rank's rows of a parameter, a view."""
+        return self.rows(local_of(param), self.rank)
 
-    def cut(self, whole: Tensor, like: Tensor) -> Tensor:
-        """A copy of this rank's part of a plain tensor, parted as ``like`` is."""
-        return cut_as(whole, like) if is_parted(like) else self.rows(whole, self.rank).clone()
+    def mine(self, value: Tensor, param: Tensor) -> Tensor:
+        """This rank's rows of a gradient, or of state: given as rows, parted as the parameter is, or whole."""
+        local = local_of(value) if is_parted(value) else cut_as(value, param)
+        return local if local.shape == self.of(param).shape else self.rows(local, self.rank).clone()
 
-    def as_rows(self, rows: Tensor, whole: Tensor) -> Tensor:
-        """``rows`` as this rank's part of a tensor such as ``whole``."""
-        return part_of(rows, whole) if is_parted(whole) else self.make(rows, whole)
+    def as_rows(self, rows: Tensor, param: Tensor) -> Tensor:
+        """``rows`` as this rank's part of a tensor in the parameter's shape."""
+        return part_of(rows, param) if self.num_ranks == 1 else self.make(rows, param)
 
     def rows(self, whole: Tensor, rank: int) -> Tensor:
         """Those of ``rank``, a view."""

@@ -164,7 +164,7 @@ def _owned(world: World, plan: Plan) -> Owned:
     return Owned(
         rank=world.mesh.coordinate(world.rank)["shard"],
         num_ranks=num_ranks,
-        make=row_maker(world.torch_mesh()["shard"]),
+        make=row_maker(world.torch_mesh()),
     )
 
 

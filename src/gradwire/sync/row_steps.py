@@ -24,7 +24,7 @@ from torch.optim import (
     Rprop,
 )
 
-from gradwire.comm.dtensor import is_parted, local_of
+from gradwire.comm.dtensor import is_parted, local_of, part_of
 from gradwire.errors import PlanError
 from gradwire.sync.owned import Gatherer, Gathering, Owned
 
@@ -64,12 +64,10 @@ class OwnedSteps:
     """
 
     def __init__(self, params: Named, owned: Owned, gatherer: Gatherer) -> None:
-        parted = [(name, param) for name, param in params if is_parted(param)]
-        whole = [
-            (name, param) for name, param in params if param.dim() and not is_parted(param) and owned.num_ranks > 1
-        ]
-        self._rows = RowSteps([*parted, *whole], owned, gatherer)
-        self._wholes = WholeSteps(whole, owned, gatherer)
+        rows = owned.num_ranks > 1
+        some = [(name, param) for name, param in params if param.dim() and (rows or is_parted(param))]
+        self._rows = RowSteps(some, owned, gatherer)
+        self._wholes = WholeSteps(some if rows else (), owned, gatherer)
 
     def enter(self, optimizer: Optimizer) -> None:
         """Before the step."""
@@ -115,9 +113,7 @@ class RowSteps:
 
     def _taken(self, param: nn.Parameter, optimizer: Optimizer) -> nn.Parameter:
         row, grad = self._row(param), param.grad
-        if grad is not None:
-            grad = self._owned.of(grad)
-        row.stepped.grad = grad
+        row.stepped.grad = None if grad is None else self._owned.mine(grad, param)
         if param in optimizer.state:
             optimizer.state[row.stepped] = self._to_rows(optimizer.state.pop(param), row)
         return row.stepped
@@ -135,9 +131,9 @@ class RowSteps:
         for key, value in state.items():
             mine[key] = value
             if isinstance(value, Tensor) and value.dim() and value.shape == row.param.shape:
-                parted = is_parted(value)
-                mine[key] = local_of(value) if parted else self._owned.cut(value, row.param)
-                row.kept[key] = value if parted else self._owned.as_rows(mine[key], row.param)
+                rows = mine[key] = self._owned.mine(value, row.param)
+                as_it_was = is_parted(value) and local_of(value).data_ptr() == rows.data_ptr()
+                row.kept[key] = value if as_it_was else self._owned.as_rows(rows, row.param)
         return mine
 
     @torch.no_grad()
@@ -145,8 +141,10 @@ class RowSteps:
         self._put_back(optimizer)
         params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
         if any(param.grad is not None for param in params):
-            owned = [param for param in params if id(param) in self._names and not is_parted(param)]
-            self._gatherer.gather([Gathering(name=self._names[id(p)], rows=self._owned.of(p), whole=p) for p in owned])
+            owned = [param for param in params if id(param) in self._names and self._owned.num_ranks > 1]
+            self._gatherer.gather(
+                [Gathering(name=self._names[id(p)], rows=self._owned.of(p), whole=local_of(p)) for p in owned]
+            )
 
     def _put_back(self, optimizer: Optimizer) -> None:
         for param_group in optimizer.param_groups:
@@ -209,7 +207,7 @@ class WholeSteps:
         for param in params:
             grad, wanted = param.grad, self._is_mine(param)
             if grad is not None and is_parted(grad):
-                whole = torch.empty_like(param) if wanted else param.detach()
+                whole = torch.empty_like(local_of(param)) if wanted else local_of(param)
                 gatherings.append(
                     Gathering(name=self._names[id(param)], rows=local_of(grad), whole=whole, wanted=wanted)
                 )
@@ -217,14 +215,14 @@ class WholeSteps:
         self._gatherer.gather(gatherings)
         for (param, _), gathering in zip(grads, gatherings, strict=True):
             if gathering.wanted:
-                param.grad = gathering.whole
+                param.grad = part_of(gathering.whole, param)
         return grads
 
     @torch.no_grad()
     def leave(self, optimizer: Optimizer) -> None:
         stepped = [param for param, _ in self._grads[id(optimizer)]]
         self._put_back(optimizer)
-        self._gatherer.broadcast([(param, self._owner_of[id(param)]) for param in stepped])
+        self._gatherer.broadcast([(local_of(param), self._owner_of[id(param)]) for param in stepped])
 
     def _put_back(self, optimizer: Optimizer) -> None:
         for param, grad in self._grads.pop(id(optimizer), []):
