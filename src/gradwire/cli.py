@@ -1,4 +1,4 @@
-"""The command line: `gradwire run` starts a script on several processes, `gradwire plan show` explains a plan file."""
+"""The command line: `gradwire run` starts a script, `gradwire plan show` explains a plan, `gradwire split` a pipeline's cuts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gradwire.core.mesh import AXES
+from gradwire.core.pipeline import SCHEDULES, Pipeline
 from gradwire.core.plan import BATCH_NORM_RULES, NONFINITE_RULES, Plan, toml_key
 from gradwire.errors import GradwireError, UsageError
 from gradwire.launch.job import Job, run_job
@@ -81,7 +82,59 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--sync", metavar="TEXT", help="in place of the file's sync: q4, local:every=16,codec=q4, ...")
     show.add_argument("-n", metavar="N", type=_count, help="check it for N ranks, and count bytes for them (default 2)")
     show.set_defaults(act=_show)
+    _add_split(commands.add_parser("split", help="where a pipeline would cut a model, and why", allow_abbrev=False))
     return parser
+
+
+def _add_split(split: argparse.ArgumentParser) -> None:
+    split.usage = "gradwire split FILE.py:FUNCTION --pipeline N [options]"
+    split.add_argument(
+        "build", metavar="FILE.py:FUNCTION", help="a function that returns the model and an example batch"
+    )
+    split.add_argument("--pipeline", metavar="N", type=_count, required=True, help="workers along the pipeline")
+    split.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="the order of work (default 1f1b)")
+    split.add_argument("--microbatches", metavar="M", type=_count, help="parts of a batch (default twice the stages)")
+    split.add_argument("--stages-per-rank", metavar="V", type=_count, help="with --schedule interleaved (default 2)")
+    split.add_argument("--speeds", metavar="A,B,...", type=_numbers, default=(), help="how fast the workers are")
+    split.add_argument(
+        "--memory", metavar="BYTES,...", type=_numbers, default=(), help="what each worker has for its part"
+    )
+    split.set_defaults(act=_split)
+
+
+def _split(options: argparse.Namespace) -> int:
+    stages: int = options.stages_per_rank or (2 if options.schedule == "interleaved" else 1)
+    pipeline = Pipeline(
+        schedule=options.schedule,
+        microbatches=options.microbatches,
+        stages_per_rank=stages,
+        speeds=options.speeds,
+        memory_bytes=tuple(int(number) for number in options.memory),
+    )
+    build = _function(options.build)
+    from gradwire.parallel.report import split_report  # only here: it needs torch
+
+    return _say(split_report(build, options.pipeline, pipeline))
+
+
+def _function(text: str) -> Callable[[], object]:
+    """The function that ``FILE.py:FUNCTION`` names; the file runs as when it is imported."""
+    name, _, attribute = text.rpartition(":")
+    file = Path(name)
+    if not name or not attribute.isidentifier() or not file.is_file():
+        raise UsageError(f"{text}: there is no such file and function; give FILE.py:FUNCTION, e.g. model.py:build")
+    sys.path.insert(0, str(file.resolve().parent))  # as python FILE.py would have it
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{name} is no Python file; give FILE.py:FUNCTION, e.g. model.py:build")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    found: object = getattr(module, attribute, None)
+    if not callable(found):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UsageError(f"{name} has no function {attribute!r}; it has {', '.join(functions) or 'none'}")
+    return found
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
@@ -228,6 +281,18 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a number of seconds above 0")
     return seconds
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = (0.0,)
+    if not all(0 < number < 1e18 for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; use numbers above 0 with commas between, one for each worker"
+        )
+    return numbers
 
 
 def _address(text: str) -> tuple[str, int]:
