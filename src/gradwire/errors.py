@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "GradwireError",
     "LaunchError",
@@ -28,6 +29,10 @@ class PlanError(UsageError):
 
 class DataError(UsageError):
     """A data set, loader or split cannot be read as asked."""
+
+
+class CheckpointError(GradwireError):
+    """A checkpoint cannot be written, or the one on disk is damaged, incomplete or not there."""
 
 
 class LaunchError(GradwireError):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.comm.world import World
+from gradwire.core.group import Group, Op
+from gradwire.errors import GradwireError
 from gradwire.parallel.full_shard import FullShard
 from gradwire.parallel.moved import exchange
 
@@ -81,13 +85,11 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
     "Adagrad": partial(torch.optim.Adagrad, lr=0.05),
     "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
-    "Adafactor": partial(torch.optim.Adafactor, lr=0.05),
     "NAdam": partial(torch.optim.NAdam, lr=0.05),
     "RAdam": partial(torch.optim.RAdam, lr=0.05),
     "Adadelta": partial(torch.optim.Adadelta, lr=0.5),
     "Adamax": partial(torch.optim.Adamax, lr=0.05),
     "ASGD": partial(torch.optim.ASGD, lr=0.05),
-    "Rprop": partial(torch.optim.Rprop, lr=0.01),
 }
 
 
@@ -239,7 +241,7 @@ def branches(world: World | None) -> object:
     model = Branches()
     sharded = None if world is None else Sharded(model, world)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    for rank in range(2) if world is None else (world.rank,):
+    for rank in range(2) if world is None else (world.rank,):  # two ranks
         model(x[rank::2], left=rank == 0).sum().backward()
     told = None if sharded is None else {kind for kind, index in sharded.log if index == 7 and kind == "after"}
     assert told in (None, set())  # nobody.weight
@@ -363,3 +365,176 @@ BEHAVIOURS: tuple[Callable[[World | None], object], ...] = (
 
 def everything(world: World | None) -> dict[str, object]:
     return {each.__name__: each(world) for each in BEHAVIOURS}
+
+
+# --- meshes ----------------------------------------------------------------------------------------------------------
+
+
+def beside_data(world: World) -> object:
+    """{"data": 2, "shard": 2}: what is left in ``.grad`` is the sum over the shard ranks of this data rank."""
+    model = Blocks()
+    sharded = Sharded(model, world)
+    place, row = world.mesh.coordinate(world.rank)["shard"], world.mesh.coordinate(world.rank)["data"]
+    x, y = tokens_of(row)
+    sharded.weight = 0.5
+    loss_of(model, x[place::2], y[place::2]).backward()
+    return row, gradients(model)
+
+
+def beside_data_alone(row: int) -> object:
+    model = Blocks()
+    loss_of(model, *tokens_of(row)).backward()
+    return row, gradients(model)
+
+
+class Wide(nn.Module):
+    """Two blocks of two layers that tensor parallel cuts by columns and rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def over_tensor(world: World | None) -> Values:
+    """{"shard": 2, "tensor": 2}: three steps of Adam made before sharding."""
+    model, sharded = Wide(), None
+    if world is not None:
+        for block in model.blocks:
+            parallelize_module(block, world.torch_mesh()["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for number in range(3):
+        if world is not None and number == 1:
+            sharded = FullShard(model, world, reshard_after_forward=True, bucket_bytes=UNIT_BYTES)
+            exchange([optimizer], sharded.replaced)
+        optimizer.zero_grad()
+        part = x if sharded is None or world is None else x[world.mesh.coordinate(world.rank)["shard"] :: 2]
+        model(part).square().sum().backward()
+        optimizer.step()
+    return values(model)
+
+
+# --- bytes, memory, refusals -----------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A `Group` that counts the bytes its rank sends, by what each collective has to send at least."""
+
+    def __init__(self, inner: Group, sent: list[int]) -> None:
+        self._inner, self._sent = inner, sent
+        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self._sent.append(tensor.nbytes * (self.size - 1))
+        return self._inner.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        self._sent.append(tensor.nbytes // self.size * (self.size - 1))
+        return self._inner.reduce_scatter(tensor)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        self._sent.append(2 * tensor.nbytes * (self.size - 1) // self.size)
+        return self._inner.all_reduce(tensor, op)
+
+
+def stack(layers: int, width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())))
+
+
+def bytes_of_a_step(world: World) -> dict[str, float]:
+    """Bytes sent in a step over (n-1)/n of the parameters' bytes, and the collectives begun."""
+    found: dict[str, float] = {}
+    opened = world.group
+    for reshard in (True, False):
+        sent: list[int] = []
+        world.group = lambda *axes, channel="main", sent=sent: Counted(opened(*axes, channel=channel), sent)
+        model = stack(6, 96)
+        whole_bytes = sum(param.nbytes for param in model.parameters())
+        FullShard(model, world, reshard_after_forward=reshard, bucket_bytes=20_000)
+        world.group = opened
+        for _ in range(3):
+            sent.clear()
+            model(torch.ones(2, 96)).sum().backward()
+        found["reshard" if reshard else "keep"] = sum(sent) / (whole_bytes * (world.size - 1) / world.size)
+    return found
+
+
+def parameter_bytes() -> int:
+    """Of the memory behind all parameters and their gradients that live in this process, whole ones and rows."""
+    gc.collect()
+    params = [each for each in gc.get_objects() if issubclass(type(each), nn.Parameter | DTensor)]
+    tensors = [*params, *(param.grad for param in params if param.is_leaf and param.grad is not None)]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}.values())
+
+
+def whole_ones_are_freed(world: World) -> tuple[float, float]:
+    """Bytes of parameters over the model's whole bytes: after sharding with an optimizer moved, and after a backward."""
+    before = parameter_bytes()
+    model = stack(6, 256)
+    whole_bytes = parameter_bytes() - before
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    shard = FullShard(model, world, reshard_after_forward=True, bucket_bytes=100_000)
+    exchange([optimizer], shard.replaced)
+    sharded = parameter_bytes() - before
+    model(torch.ones(2, 256)).sum().backward()
+    return sharded / whole_bytes, (parameter_bytes() - before) / whole_bytes
+
+
+def refused(world: World) -> dict[str, str]:
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    model = stack(2, 4)
+    optimizers = {
+        kind.__name__: kind(model.parameters(), lr=0.1) for kind in (torch.optim.LBFGS, torch.optim.Adafactor)
+    }
+    shard = FullShard(model, world, reshard_after_forward=True)
+    tries: dict[str, Callable[[], object]] = {
+        "sparse": lambda: FullShard(nn.Sequential(nn.Embedding(3, 2, sparse=True)), world, reshard_after_forward=True),
+        "mixed": lambda: FullShard(mixed, world, reshard_after_forward=True),
+        "empty": lambda: FullShard(nn.ReLU(), world, reshard_after_forward=True),
+        "twice": lambda: FullShard(model, world, reshard_after_forward=True),
+        "hooks": lambda: shard.hooks([], before=print, after=print, scale=lambda: 1.0),
+        **{name: partial(exchange, [each], shard.replaced) for name, each in optimizers.items()},
+    }
+    return {name: _refusal(each) for name, each in tries.items()}
+
+
+def _refusal(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except GradwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+class Swapped(nn.Module):
+    """Two layers, in an order of each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, *, order: tuple[int, ...]) -> Tensor:
+        for place in order:
+            x = self.blocks[place](x)
+        return x
+
+
+def different_orders(world: World) -> str:
+    """Units of one size, so that no collective notices: an error on every rank, before an optimizer could step."""
+    model = Swapped()
+    FullShard(model, world, reshard_after_forward=True, bucket_bytes=60)
+    out = model(torch.ones(1, 4), order=(0, 1) if world.rank else (1, 0))
+    return _refusal(out.sum().backward)
+
+
+def odds_and_ends(world: World) -> dict[str, object]:
+    return {each.__name__: each(world) for each in (bytes_of_a_step, whole_ones_are_freed, refused, different_orders)}

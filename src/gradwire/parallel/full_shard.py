@@ -54,11 +54,12 @@ class FullShard:
                 "sharding needs 2 ranks or more along shard, this mesh has 1; use --mesh shard=2, or no sharding"
             )
         names = {id(module): name for name, module in model.named_modules()}
-        _refuse_sparse(model, names)
+        _refuse(model, names)
         self._model = model
         self._phase = "idle"
         self._reshard = reshard_after_forward
         self._order: list[Unit] = []
+        self._kept: Unit | None = None
         self._gathered: list[Unit] = []
         self._planned: list[Unit] = []
         self._unsharded: dict[nn.Parameter, nn.Parameter] = {}
@@ -182,8 +183,9 @@ class FullShard:
             _fsdp(unit.modules[0]).reshard()
 
     def _prefetch(self) -> None:
-        """By the order of this forward; a unit that runs again or not at all prefetches nobody."""
+        """For the next forward, by the order of this one; a unit that ran twice or not at all prefetches nobody."""
         order = [unit for unit in self._order if unit.calls == 1 and unit.modules != (self._model,)]
+        self._kept = order[-1] if order else None  # backward begins with it: freeing it would gather it twice in a row
         for unit in self._units:
             ahead: list[Unit] = []
             if unit in order:
@@ -191,6 +193,8 @@ class FullShard:
                 ahead = order[place + 1 : place + 1 + AHEAD]
             elif unit.modules == (self._model,):
                 ahead = order[:AHEAD]
+            if self._reshard and unit.modules != (self._model,):
+                _fsdp(unit.modules[0]).set_reshard_after_forward(unit is not self._kept, recurse=False)
             _fsdp(unit.modules[0]).set_modules_to_forward_prefetch([_fsdp(each.modules[0]) for each in ahead])
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -217,7 +221,7 @@ class FullShard:
             return
         self._phase = "idle"
         if self._gradients.finish():
-            self._planned = list(self._gathered)
+            self._planned = [unit for unit in self._gathered if unit is not self._kept]
         else:
             self._lose()
         self._gathered.clear()
@@ -324,8 +328,12 @@ def _tensors(output: object) -> Iterable[Tensor]:
         yield from (found for each in cast("Sequence[object]", output) for found in _tensors(each))
 
 
-def _refuse_sparse(model: nn.Module, names: Mapping[int, str]) -> None:
+def _refuse(model: nn.Module, names: Mapping[int, str]) -> None:
     for module in model.modules():
+        if isinstance(module, FSDPModule):
+            raise UsageError(
+                f"{names[id(module)] or 'the model'} is sharded already; build the model anew to shard it again"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(f"{names[id(module)]} has sparse gradients, which cannot be sharded; use sparse=False")
 

@@ -6,23 +6,29 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from gradwire.errors import UsageError
+
+_REFUSED = {
+    "LBFGS": "it works on one flat vector of all parameters",
+    "Adafactor": "torch 2.13's cannot square the norms of columns that lie on several ranks",
+}
 
 
 def exchange(optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[int, nn.Parameter]) -> None:
     """Give every optimizer the new parameters for its old ones, in place.
 
     replaced: id of the old parameter -> the new one, a ``DTensor`` of this rank's rows. Groups, settings and order stay.
-    State of a parameter's shape is cut like the parameter; other state stays as it is, row factors (Adafactor's) too.
-    Raises UsageError for LBFGS, which keeps flat copies of all parameters.
+    State of a parameter's shape is cut like the parameter; other state (a step count) stays as it is.
+    Raises UsageError for optimizers of torch that cannot step on sharded parameters, and for state of another shape.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "LBFGS works on one flat vector of all parameters, which sharding cuts; use another optimizer"
-            )
+        for kind in type(optimizer).__mro__:
+            if kind.__module__.startswith("torch.optim") and kind.__name__ in _REFUSED:
+                raise UsageError(
+                    f"{kind.__name__} cannot step on sharded parameters ({_REFUSED[kind.__name__]}); use AdamW"
+                )
         for group in optimizer.param_groups:
             for place, old in enumerate(group["params"]):
                 new = replaced.get(id(old))
@@ -33,21 +39,21 @@ def exchange(optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[int,
 
 
 def _cut_state(state: dict[str, object], old: nn.Parameter, new: nn.Parameter) -> dict[str, object]:
-    return {key: _cut(value, old, new) if isinstance(value, Tensor) else value for key, value in state.items()}
+    return {key: _cut(key, value, old, new) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
-def _cut(value: Tensor, old: nn.Parameter, new: nn.Parameter) -> Tensor:
-    if not isinstance(new, DTensor) or not value.ndim or value.ndim != old.ndim:
+def _cut(key: str, value: Tensor, old: nn.Parameter, new: nn.Parameter) -> Tensor:
+    if not isinstance(new, DTensor) or value.numel() == 1 != old.numel() or not value.ndim:
         return value
-    whole = value.to_local() if isinstance(value, DTensor) else value
-    mesh, spec = new.device_mesh, new.placements
-    if value.shape == old.shape:
-        size, rank = mesh.size(0), mesh.get_local_rank(0)
-        parts = torch.chunk(whole, size)
-        mine = parts[rank].clone() if rank < len(parts) else whole.new_empty((0, *whole.shape[1:]))
-        return DTensor.from_local(mine, mesh, spec, run_check=False, shape=new.shape, stride=new.stride())
-    if value.shape[0] == old.shape[0]:
-        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
-            mesh, [Shard(0)]
+    if value.shape != old.shape:
+        raise UsageError(
+            f"the optimizer's state {key!r} of shape {tuple(value.shape)} does not say how it is cut with its parameter of shape "
+            f"{tuple(old.shape)}; call gw.distribute before the first step"
         )
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    whole = value.to_local() if isinstance(value, DTensor) else value
+    parts = torch.chunk(whole, new.device_mesh.size(0))
+    rank = new.device_mesh.get_local_rank(0)
+    mine = parts[rank].clone() if rank < len(parts) else whole.new_empty((0, *whole.shape[1:]))
+    return DTensor.from_local(
+        mine, new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
+    )
