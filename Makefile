@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Tests that don't mind company run two at a time; those that start or kill processes have the machine to themselves.
-CALM := tests/conformance tests/compress tests/sync
+CALM := tests/conformance tests/compress tests/sync tests/parallel tests/checkpoint
 FAST := not slow and not lab and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format data bench bench-slow bench-host quality plot lab test-lab test-all clean
+.PHONY: help demo test check format data bench bench-slow bench-host quality plot lab test-lab test-meshes test-all clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || \
@@ -69,6 +69,9 @@ lab: $(READY)   ## how to have several hosts on one machine
 
 test-lab: $(READY) ## tests over several hosts on one machine (root)
 	$(BIN)/python -m pytest -q -m lab tests/lab
+
+test-meshes: $(READY) ## every mesh and every model against one process (a few minutes)
+	$(BIN)/python -m pytest -q -m slow -n 2 tests/conformance/test_meshes.py
 
 test-all: $(READY) ## every test this machine can run
 	$(BIN)/python -m pytest -q

@@ -14,11 +14,24 @@ from tests.conformance.training import largest_difference
 cached_truth = cache(truth)
 
 
+MOST_QUICK_RANKS = 4  # more processes than that, and every model, are `make test-meshes`
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.num_ranks <= MOST_QUICK_RANKS], ids=lambda row: row.name)
+def test_a_tied_language_model_ends_with_the_weights_of_one_process(row: MeshRow) -> None:
+    check(row, ("tied",))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_float64_weights_equal_one_process(row: MeshRow) -> None:
-    run = partial(train, names=row.models)
+def test_every_model_ends_with_the_weights_of_one_process(row: MeshRow) -> None:
+    check(row, row.models)
+
+
+def check(row: MeshRow, names: tuple[str, ...]) -> None:
+    run = partial(train, names=names)
     ranks = run_ranks(row.num_ranks, run, processes=True, plan=row.plan, timeout_s=120.0)
-    for name in row.models:
+    for name in names:
         for other in ranks[1:]:
             assert all(torch.equal(value, ranks[0][name][key]) for key, value in other[name].items())
         assert largest_difference(ranks[0][name], cached_truth(name)) < 1e-12, name

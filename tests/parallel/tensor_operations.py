@@ -168,7 +168,7 @@ def everywhere(world: World) -> list[str]:
                     continue
                 pairs = zip(want, got, strict=True)
                 if not all(
-                    len(a) == len(b) and all(abs(x - y) <= 1e-12 * max(1, abs(x)) for x, y in zip(a, b))
+                    len(a) == len(b) and all(abs(x - y) <= 1e-12 * max(1, abs(x)) for x, y in zip(a, b, strict=True))
                     for a, b in pairs
                 ):
                     wrong.append(f"{operation} dim {dim} {segments}: another value")

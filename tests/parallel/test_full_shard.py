@@ -71,7 +71,7 @@ def test_what_is_shared_along_tensor_is_sharded_too() -> None:
 def test_a_step_moves_the_fewest_bytes() -> None:
     for rank in on(2, "odds_and_ends"):
         sent = rank["bytes_of_a_step"]
-        assert sent["reshard"] <= 3.0 and sent["keep"] <= 2.0
+        assert sent["reshard"] <= 3.0 and sent["keep"] <= 2.01  # rows of one bias more, to fill up
 
 
 def test_whole_parameters_are_freed() -> None:

@@ -157,7 +157,7 @@ def test_a_tied_weight_is_whole_for_all_or_shared_by_all() -> None:
     [
         (mlp(), 2, {"3": "column"}, "'3' matches no module; its Linear and Embedding layers: 0, 2"),
         (mlp(), 2, {"1": "column"}, "'1' = 'column' matches 1, a GELU, which no rule is for"),
-        (mlp(), 3, {"0": "column"}, "0 has 32 outputs, not divisible by tensor=3; use 33 outputs, another tensor size, or replicate"),
+        (mlp(), 3, {"0": "column"}, "0 has 32 outputs, not divisible by tensor=3; use 33 outputs, another"),
         (mlp(), 3, {"2": "row"}, "2 has 32 inputs, not divisible by tensor=3"),
         (mlp(), 2, {"0": "sequence"}, "0 is a Linear, which takes column, row, vocabulary or replicate, not sequence"),
         (mlp(), 5, None, "no layer of Sequential can be shared (0: 0: 32 features are not divisible by 5"),

@@ -105,7 +105,7 @@ class Scatter(_Allocates):
 
 def _gather(group: Group, output: Tensor, mine: Tensor) -> None:
     with torch.inference_mode() if output.is_inference() else nullcontext():
-        output.set_(group.all_gather(mine).view(-1))  # takes the gathered memory over; a copy would be a pass more
+        output.set_(group.all_gather(mine).view(-1))  # takes the gathered memory over; a copy would be a pass more  # pyright: ignore[reportArgumentType]  # the stub knows storages only
 
 
 def scatter_sum(group: Group, output: Tensor, rows: Tensor, scale: float) -> None:

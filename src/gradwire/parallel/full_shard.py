@@ -95,7 +95,7 @@ class FullShard:
                 if param.numel() and (witness is None or param.numel() < witness[2].numel()):
                     witness = (unit, place, _local(param).detach().clone())
             fully_shard(
-                list(modules) if len(modules) > 1 else modules[0],
+                list(modules) if len(modules) > 1 else modules[0],  # pyright: ignore[reportGeneralTypeIssues]
                 mesh=mesh,
                 reshard_after_forward=self._reshard and modules != (model,),
                 ignored_params=set(plain),
@@ -230,7 +230,8 @@ class FullShard:
         """Make up for a forward or backward that ended in an exception which the script caught.
 
         After a backward's, the others get what they still wait for, zeros, and every rank loses the gradients of that
-        backward (``.grad`` is None). Does nothing where none did. Raises GradwireError if no earlier backward says what to make up.
+        backward (``.grad`` is None). Does nothing where none did. Raises GradwireError if no earlier backward says what to
+        make up.
         """
         phase, self._phase = self._phase, "idle"
         if phase == "idle":

@@ -29,8 +29,8 @@ def clip_grad_norm_(
     norm = (sum of |g|^p over the numbers of the whole model)^(1/p): a shard's numbers count on their rank, what is the same on
     several ranks counts once. Same result as ``torch.nn.utils.clip_grad_norm_`` on one process, and where nothing is
     sharded it is that function. Every rank that holds a part calls it, with parameters in the same order.
-    across: the ranks that hold other parameters of the model: ``world.group("pipeline")``; counts: whether a parameter counts on this
-    rank: of one that several stages have, one does. Cost: one all-reduce of one number for
+    across: the ranks that hold other parameters of the model: ``world.group("pipeline")``; counts: whether a parameter
+    counts on this rank: of one that several stages have, one does. Cost: one all-reduce of one number for
     each way of sharding, and one along ``across``. Raises UsageError for ``norm_type`` 0 or less, and RuntimeError for a norm
     that is not finite if ``error_if_nonfinite``.
     """

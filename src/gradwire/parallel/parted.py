@@ -24,8 +24,8 @@ def part(
 ) -> FullShard | None:
     """Cut ``model`` along the axes of the world's mesh, in place; all ranks call it, with equal weights.
 
-    In this order: where the stages begin is measured on the whole model; layers are shared along ``tensor``; blocks of other stages
-    leave; what is left is sharded by rows along ``shard`` (parameters and gradients; the optimizer's state alone is
+    In this order: where the stages begin is measured on the whole model; layers are shared along ``tensor``; blocks of other
+    stages leave; what is left is sharded by rows along ``shard`` (parameters and gradients; the optimizer's state alone is
     `sync/owned.py`'s). Returns what tells of sharded gradients. Raises UsageError for a model that was cut before.
     """
     num_stages, num_shards, num_tensor = (world.mesh.length((axis,)) for axis in ("pipeline", "shard", "tensor"))
