@@ -136,11 +136,14 @@ def losses(world: World | None) -> Numbers:
                 logits = whole.clone().requires_grad_()
                 given: Tensor = logits
                 if world is not None:
-                    given = distribute_tensor(logits, world.torch_mesh()["tensor"], [Shard(len(shape) > 1)])
+                    placements = [Shard(int(len(shape) > 1))]
+                    given = distribute_tensor(whole, world.torch_mesh()["tensor"], placements).requires_grad_()
                 loss = cross_entropy(given, target, ignore_index=-1, reduction=reduction, label_smoothing=smoothing)
                 (loss * torch.arange(1.0, loss.numel() + 1).view(loss.shape)).sum().backward()
-                assert logits.grad is not None
-                found[f"{shape} {reduction} {smoothing}"] = loss.flatten().tolist() + logits.grad.flatten().tolist()
+                grad = given.grad
+                assert grad is not None
+                whole_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                found[f"{shape} {reduction} {smoothing}"] = loss.flatten().tolist() + whole_grad.flatten().tolist()
     return found
 
 

@@ -11,6 +11,8 @@ import gradwire as gw
 from gradwire.testing import run_ranks
 from tests.parallel import shard_scripts as scripts
 
+pytestmark = pytest.mark.slow  # processes; a mesh of each kind is in `make test` too
+
 CLOSE = 1e-12
 
 

@@ -15,6 +15,8 @@ from gradwire.testing import run_ranks
 from tests.parallel import tensor_operations, tensor_scripts
 from tests.parallel.tensor_models import FusedAttention, batch
 
+pytestmark = pytest.mark.slow  # processes; a mesh of each kind is in `make test` too
+
 CASES = [(name, dropout) for name in ("encoder", "decoder", "custom") for dropout in (0.0, 0.3)]
 
 

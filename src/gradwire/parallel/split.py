@@ -175,6 +175,7 @@ def _agreed_cuts(
     speeds = probe_speeds(line, world.device) if pipeline.speeds == "measured" else pipeline.speeds
     pipeline = replace(pipeline, speeds=speeds)
     names = json.dumps({"names": blocks.names})
+    everybody.barrier()  # ranks may be threads, and torch.fx patches modules for all of them while it traces
     told = _decide(model, blocks, pipeline, line.size, example) if everybody.rank == 0 else names
     decision, *others = (json.loads(text) for text in all_gather_text(everybody, told, world.device))
     if "error" in decision:
