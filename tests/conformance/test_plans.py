@@ -49,7 +49,7 @@ def test_float64_weights_equal_one_process(row: Row, case: Case, num_ranks: int)
     assert largest_difference(ranks[0], single) < 1e-12
 
 
-@pytest.mark.parametrize(("row", "case", "num_ranks"), GRID)
+@pytest.mark.parametrize(("row", "case", "num_ranks"), [each for each in GRID if each.values[2] in (2, 3)])
 def test_float32_weights_equal_one_process(row: Row, case: Case, num_ranks: int) -> None:
     ranks, single = agree(case, sgd, torch.float32, row, num_ranks)
     assert relative_difference(ranks[0], single) < 1e-6
