@@ -6,9 +6,11 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
+from torch.utils.checkpoint import checkpoint
 
 from gradwire.comm.world import World
 from gradwire.parallel.cross_entropy import cross_entropy
@@ -65,7 +67,7 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(12, 12, padding_idx=3)
-        layer = nn.TransformerEncoderLayer(12, 4, 24, 0.3, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(12, 4, 24, 0.3, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(12), enable_nested_tensor=True)
         self.head = nn.Linear(12, 12)
 
@@ -86,7 +88,7 @@ def loss_and_gradients(model: nn.Module) -> Numbers:
     loss = cross_entropy(logits.view(-1, 12), target.view(-1), label_smoothing=0.1)
     loss = loss + F.cross_entropy(logits.transpose(1, 2), target, reduction="sum")
     loss.backward()
-    return {"loss": [float(loss)]} | {key: flat(p.grad) for key, p in model.named_parameters() if p.grad is not None}
+    return {"loss": flat(loss)} | {key: flat(p.grad) for key, p in model.named_parameters() if p.grad is not None}
 
 
 def by_rules(world: World) -> dict[str, object]:
@@ -127,23 +129,18 @@ def losses(world: World | None) -> Numbers:
     found: Numbers = {}
     for shape in ((24, 12), (12,), (2, 12, 5)):
         whole = torch.randn(*shape, generator=numbers, dtype=torch.float64) * 30
-        target = torch.randint(
-            12, (*shape[:0], *shape[2:]) if len(shape) == 1 else (shape[0], *shape[2:]), generator=numbers
-        )
+        target = torch.randint(12, () if len(shape) == 1 else (shape[0], *shape[2:]), generator=numbers)
         target = target.masked_fill(target == 1, -1) if len(shape) > 1 else target
         for reduction in ("mean", "sum", "none"):
             for smoothing in (0.0, 0.2):
                 logits = whole.clone().requires_grad_()
-                given: Tensor = logits
                 if world is not None:
-                    placements = [Shard(int(len(shape) > 1))]
-                    given = distribute_tensor(whole, world.torch_mesh()["tensor"], placements).requires_grad_()
-                loss = cross_entropy(given, target, ignore_index=-1, reduction=reduction, label_smoothing=smoothing)
+                    mesh = world.torch_mesh()["tensor"]
+                    logits = distribute_tensor(whole, mesh, [Shard(int(len(shape) > 1))]).requires_grad_()
+                loss = cross_entropy(logits, target, ignore_index=-1, reduction=reduction, label_smoothing=smoothing)
                 (loss * torch.arange(1.0, loss.numel() + 1).view(loss.shape)).sum().backward()
-                grad = given.grad
-                assert grad is not None
-                whole_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                found[f"{shape} {reduction} {smoothing}"] = loss.flatten().tolist() + whole_grad.flatten().tolist()
+                assert logits.grad is not None
+                found[f"{shape} {reduction} {smoothing}"] = flat(loss) + flat(logits.grad)
     return found
 
 
@@ -196,6 +193,67 @@ def taken_over(world: World | None) -> Numbers:
     return {key: flat(value) for key, value in model.state_dict().items()}
 
 
+ATTENTION = {
+    "unbatched": ({}, {"need_weights": True}),
+    "each head's weights": ({"batch_first": True}, {"average_attn_weights": False}),
+    "no bias": ({"bias": False, "dropout": 0.4}, {"need_weights": False}),
+    "a mask a head": ({}, {"attn_mask": "3d", "need_weights": False}),
+    "both masks": ({"dropout": 0.4, "batch_first": True}, {"attn_mask": "2d", "padding": True}),
+    "causal": ({"add_zero_attn": True}, {"attn_mask": "2d", "is_causal": True}),
+}
+
+
+def attention(world: World | None) -> Numbers:
+    """nn.MultiheadAttention in all ways to build and call it; self attention and cross attention."""
+    found: Numbers = {}
+    for kind, (built_with, called_with) in ATTENTION.items():
+        torch.manual_seed(4)
+        model = nn.MultiheadAttention(12, 4, **built_with).double()
+        if world is not None:
+            share(model, world.torch_mesh()["tensor"])
+        shape = (5, 12) if kind == "unbatched" else (5, 5, 12)
+        x = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).view(shape).sin().requires_grad_()
+        options: dict[str, object] = dict(called_with)
+        if "attn_mask" in options:
+            mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+            options["attn_mask"] = mask.expand(20, 5, 5) if options["attn_mask"] == "3d" else mask
+        if options.pop("padding", False):
+            options["key_padding_mask"] = torch.zeros(5, 5, dtype=torch.bool).index_fill(1, torch.tensor([4]), True)
+        for key in (x, x * 0.5):
+            y, weights = model(x, key, key, **options)
+            (y.square().sum() + (0 if weights is None else weights.square().sum())).backward()
+            found[f"{kind} {key is x}"] = flat(y) + ([] if weights is None else flat(weights))
+        found |= {f"{kind} {name}": flat(p.grad) for name, p in model.named_parameters()} | {f"{kind} x": flat(x.grad)}
+    return found
+
+
+def recomputed(world: World | None) -> Numbers:
+    """Activation checkpoints around shared blocks, of both kinds; and mixed precision runs."""
+    model = built("custom", 0.3)
+    if world is not None:
+        share(model, world.torch_mesh()["tensor"])
+    x = batch("custom").requires_grad_()
+    for reentrant, block in zip((True, False, False), model, strict=True):
+        x = checkpoint(block, x, use_reentrant=reentrant)
+    x.square().mean().backward()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert bool(torch.isfinite(model.float()(batch("custom").float())).all()) or world is None
+    return {key: flat(p.grad) for key, p in model.named_parameters()}
+
+
+def with_fully_shard(world: World) -> Numbers:
+    """FSDP2 over ranks that share layers."""
+    torch.set_num_threads(1)
+    model = built("custom")
+    share(model, world.torch_mesh()["tensor"])
+    for block in model:
+        fully_shard(block, mesh=world.torch_mesh()["shard"])
+    fully_shard(model, mesh=world.torch_mesh()["shard"])
+    model(batch("custom")).square().mean().backward()
+    norm = clip_grad_norm_(model.parameters(), 0.1)
+    return {key: flat(p.grad) for key, p in model.named_parameters()} | {"norm": [float(norm)]}
+
+
 def small_things(world: World) -> dict[str, object]:
     torch.set_num_threads(1)
     refused: list[str] = []
@@ -211,6 +269,8 @@ def small_things(world: World) -> dict[str, object]:
         "norms": norms(world),
         "odd heads": odd_heads(world) if world.size == 2 else None,
         "taken over": taken_over(world),
+        "attention": attention(world),
+        "recomputed": recomputed(world),
         "refused": refused,
     }
 

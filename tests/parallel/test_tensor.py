@@ -72,15 +72,11 @@ def test_every_operation_on_a_shared_activation_means_what_it_means_on_the_whole
 def test_rules_share_norms_over_positions_and_logits_over_the_vocabulary(n: int) -> None:
     result = small_things(n)[0]["by rules"]
     assert result["kind"] == "Part"
-    assert differences(tensor_scripts.loss_and_gradients(after_one_forward()), result["found"]) == {}
+    assert differences(tensor_scripts.loss_and_gradients(tensor_scripts.small()), result["found"]) == {}
     model = tensor_scripts.small().eval()
     assert differences({"odd": tensor_scripts.flat(model(batch("encoder")[:, :7]))}, {"odd": result["odd"]}) == {}
     assert set(result["pieces"].values()) == {1 / n}
     assert {"embed.weight", "head.weight", "encoder.layers.1.self_attn.in_proj_weight"} <= result["pieces"].keys()
-
-
-def after_one_forward() -> nn.Module:
-    return tensor_scripts.small()
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -126,6 +122,26 @@ def test_heads_that_ranks_do_not_divide_are_slow_but_right() -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_optimizers_made_before_keep_settings_and_state(n: int) -> None:
     assert differences(tensor_scripts.taken_over(None), small_things(n)[0]["taken over"]) == {}
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_attention_built_and_called_in_any_way_is_that_of_one_process(n: int) -> None:
+    assert differences(tensor_scripts.attention(None), small_things(n)[0]["attention"]) == {}
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_activation_checkpoints_draw_the_same_masks_again(n: int) -> None:
+    assert differences(tensor_scripts.recomputed(None), small_things(n)[0]["recomputed"]) == {}
+
+
+def test_fsdp2_shards_what_ranks_share() -> None:
+    plan = gw.Plan(mesh={"shard": 2, "tensor": 2})
+    got = run_ranks(4, tensor_scripts.with_fully_shard, processes=True, plan=plan, timeout_s=60)
+    model = tensor_scripts.built("custom")
+    model(batch("custom")).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    want = {key: tensor_scripts.flat(p.grad) for key, p in model.named_parameters()} | {"norm": [float(norm)]}
+    assert [differences(want, result) for result in got] == [{}] * 4
 
 
 def test_what_cannot_be_is_refused_in_words() -> None:

@@ -128,8 +128,9 @@ def test_heads_that_do_not_divide_keep_attention_whole_and_share_the_rest() -> N
 
 
 def test_rules_override_and_the_last_one_counts() -> None:
-    found = rules_of(SwiGLU(8, 16), 2, {"*": "replicate", "up": "column"})
-    assert (found["gate"], found["up"], found["down"]) == ("replicate", "column", "replicate")
+    assert rules_of(SwiGLU(8, 16), 2, {"*": "replicate", "up": "column"}) == {
+        "gate": "replicate", "up": "column", "down": "replicate", "dropout": "replicate"
+    }  # fmt: skip
     model = nn.Sequential(mlp(), nn.LayerNorm(8), nn.Dropout(0.1))
     assert rules_of(model, 2, {"1": "sequence", "2": "sequence"})["2"] == "sequence"
     layer = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
@@ -156,7 +157,7 @@ def test_a_tied_weight_is_whole_for_all_or_shared_by_all() -> None:
     [
         (mlp(), 2, {"3": "column"}, "'3' matches no module; its Linear and Embedding layers: 0, 2"),
         (mlp(), 2, {"1": "column"}, "'1' = 'column' matches 1, a GELU, which no rule is for"),
-        (mlp(), 3, {"0": "column"}, "0 has 32 outputs, not divisible by tensor=3; use 33 outputs, another"),
+        (mlp(), 3, {"0": "column"}, "0 has 32 outputs, not divisible by tensor=3; use 33 outputs, another tensor"),
         (mlp(), 3, {"2": "row"}, "2 has 32 inputs, not divisible by tensor=3"),
         (mlp(), 2, {"0": "sequence"}, "0 is a Linear, which takes column, row, vocabulary or replicate, not sequence"),
         (mlp(), 5, None, "no layer of Sequential can be shared (0: 0: 32 features are not divisible by 5"),
