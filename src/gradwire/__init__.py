@@ -48,9 +48,10 @@ if TYPE_CHECKING:
         UsageError,
     )
     from gradwire.parallel.cross_entropy import cross_entropy
+    from gradwire.parallel.norm import clip_grad_norm_
     from gradwire.parallel.split import forward_backward
     from gradwire.parallel.whole import whole_state_dict
-    from gradwire.training import clip_grad_norm_, distribute, no_sync, weight
+    from gradwire.training import distribute, no_sync, weight
     from gradwire.verbs import sum
 
 __version__ = "0.1.0"
@@ -132,7 +133,8 @@ _HOMES = {
     "gradwire.compress.quantize": ("Quantize",),
     "gradwire.compress.sampled": ("Sampled",),
     "gradwire.compress.topk": ("TopK",),
-    "gradwire.training": ("clip_grad_norm_", "distribute", "no_sync", "weight"),
+    "gradwire.parallel.norm": ("clip_grad_norm_",),
+    "gradwire.training": ("distribute", "no_sync", "weight"),
     "gradwire.parallel.cross_entropy": ("cross_entropy",),
     "gradwire.parallel.split": ("forward_backward",),
     "gradwire.parallel.whole": ("whole_state_dict",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from weakref import ref
@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from gradwire.comm.world import Attachment, World, current
 from gradwire.compress.choice import ByName
 from gradwire.core.microbatch import MicrobatchSource
+from gradwire.core.names import plain_name
 from gradwire.core.plan import Plan, Sync
 from gradwire.errors import UsageError
-from gradwire.parallel import norm
 from gradwire.parallel.parted import part
-from gradwire.parallel.split import is_second_copy
 from gradwire.sync.autograd import GradientHooks
 from gradwire.sync.buffers import broadcast_all
-from gradwire.sync.fingerprint import compare, facts_of, plain_name
+from gradwire.sync.fingerprint import compare, facts_of
 from gradwire.sync.kept import Distributed
 from gradwire.sync.named import policy_of
 from gradwire.sync.parts import Parts, open_channels
@@ -78,7 +77,7 @@ def distribute(
     world.settle()
     world.take_mesh(plan)
     if world.mesh.length(("shard",)) > 1:
-        refuse_optimizers(optimizers)
+        refuse_optimizers(optimizers, plan.sharding)
     policy = policy if world.num_readers > 1 else policy.alone()
     channels = open_channels(world, policy)
     everybody = channels.everybody or channels.lanes[0]
@@ -126,37 +125,6 @@ def _owners(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[ref[obje
     """Without whom it cannot be trained; ``model`` itself may be a list of others made on the way."""
     modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
     return tuple(ref(owner) for owner in (*modules, *optimizers))
-
-
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` under every plan: the norm is the whole model's, wherever its parts are.
-
-    All ranks call it, with the parameters of the model in their order. Returns the norm before clipping, the same on all ranks.
-
-    >>> import torch
-    >>> import gradwire as gw
-    >>> with gw.init():
-    ...     weight = torch.ones(4, requires_grad=True)
-    ...     (3 * weight).sum().backward()
-    ...     float(gw.clip_grad_norm_(weight, 1.0))
-    6.0
-    """
-    return norm.clip_grad_norm_(
-        parameters,
-        max_norm,
-        norm_type,
-        error_if_nonfinite=error_if_nonfinite,
-        foreach=foreach,
-        across=current().group("pipeline", channel="norm"),
-        counts=lambda param: not is_second_copy(param),
-    )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from gradwire.core.group import Group, Op
 from gradwire.errors import GradwireError
 from gradwire.parallel.full_shard import FullShard
 from gradwire.parallel.moved import exchange
+from gradwire.sync.row_steps import refuse_optimizers
 
 Values = list[list[float]]
 STEPS = 5
@@ -502,7 +503,7 @@ def refused(world: World) -> dict[str, str]:
         "empty": lambda: FullShard(nn.ReLU(), world, reshard_after_forward=True),
         "twice": lambda: FullShard(model, world, reshard_after_forward=True),
         "hooks": lambda: shard.hooks([], before=print, after=print, scale=lambda: 1.0),
-        **{name: partial(exchange, [each], shard.replaced) for name, each in optimizers.items()},
+        **{name: partial(refuse_optimizers, [each], "parameters") for name, each in optimizers.items()},
     }
     return {name: _refusal(each) for name, each in tries.items()}
 

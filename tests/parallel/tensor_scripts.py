@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire.comm.world import World
 from gradwire.parallel.cross_entropy import cross_entropy
+from gradwire.parallel.moved import exchange
 from gradwire.parallel.norm import clip_grad_norm_
-from gradwire.parallel.tensor import exchange, share
+from gradwire.parallel.tensor import share
 from tests.parallel.tensor_models import FusedAttention, batch, built
 
 Numbers = dict[str, list[float]]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from gradwire.checkpoint.pieces import Box, cut
+from gradwire.comm.dtensor import local_of
 from gradwire.errors import UsageError
 
 
@@ -74,6 +75,6 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
     """Equal for two names of one tensor: where its entries lie."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     where = (local.untyped_storage().data_ptr(), local.storage_offset(), local.stride(), tuple(local.shape))
     return (*where, tensor.dtype, tuple(tensor.shape))

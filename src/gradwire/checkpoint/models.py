@@ -13,12 +13,8 @@ from gradwire.checkpoint.layout import memory_of
 from gradwire.checkpoint.manifest import Manifest
 from gradwire.checkpoint.parts import Held, Source, few, require_section
 from gradwire.checkpoint.trees import Json, from_json, to_json
+from gradwire.core.names import plain_name
 from gradwire.errors import MismatchError, UsageError
-
-
-def plain_name(name: str) -> str:
-    """The user's name, without what ``torch.compile`` puts in front."""
-    return name.replace("_orig_mod.", "")
 
 
 def merge_models(abouts: Sequence[Json]) -> Json:

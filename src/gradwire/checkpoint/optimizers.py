@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.checkpoint.manifest import Manifest
-from gradwire.checkpoint.models import plain_name
 from gradwire.checkpoint.parts import Held, Source, few, require_section
 from gradwire.checkpoint.trees import Json, from_json, to_json
+from gradwire.core.names import plain_name
 from gradwire.errors import MismatchError, UsageError
 
 _NOT_SETTINGS = ("params", "param_names")

@@ -81,6 +81,12 @@ def _tensor_then_shard(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
 
 
+def mesh_place(value: Tensor) -> tuple[int, int]:
+    """This rank's place along the first dimension of a `DTensor`'s mesh, and that dimension's size."""
+    mesh = value.device_mesh if isinstance(value, DTensor) else None
+    return (0, 1) if mesh is None else (mesh.get_local_rank(0), mesh.size(0))
+
+
 def is_parted(value: Tensor) -> bool:
     """Whether each rank holds a part of ``value`` only."""
     return isinstance(value, DTensor)

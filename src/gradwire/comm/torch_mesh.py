@@ -131,7 +131,7 @@ class GroupAsTorch(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, rows: Tensor, opts: HasOp | None = None) -> dist.Work:
         mean = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
         if not mean and (op := _op(opts)) != "sum":
-            raise NotImplementedError(f"reduce-scatter by {op} over {self._group.name}; use SUM or AVG")
+            raise UsageError(f"reduce-scatter by {op} over {self._group.name}; use SUM or AVG")
         total = self._group.reduce_scatter(rows.contiguous().view(self._group.size, *output.shape))
         output.copy_(total / self._group.size if mean else total)
         return _Done()
@@ -140,7 +140,7 @@ class GroupAsTorch(dist.ProcessGroup):
         self, output: Tensor, rows: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: object = None
     ) -> dist.Work:
         if len({*output_sizes, *input_sizes}) > 1:
-            raise NotImplementedError(f"all-to-all of unequal parts over {self._group.name}; use equal parts")
+            raise UsageError(f"all-to-all of unequal parts over {self._group.name}; use equal parts")
         mine = rows.contiguous().view(self._group.size, -1)
         output.view(-1).copy_(self._group.all_to_all(mine).view(-1))
         return _Done()
@@ -197,7 +197,7 @@ def _op(opts: HasOp | None) -> Op:
     for name, known in _OPS.items():
         if opts.reduceOp == known:
             return name
-    raise NotImplementedError(f"reducing by {opts.reduceOp}; use SUM, AVG, MAX or MIN")
+    raise UsageError(f"reducing by {opts.reduceOp}; use SUM, AVG, MAX or MIN")
 
 
 def _into(tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> None:

@@ -357,6 +357,11 @@ def adopt(meeting: Meeting, *, plan: Plan | None = None, device: str = "cpu") ->
     return world
 
 
+def opened() -> World | None:
+    """The world that ``gw.init()`` opened in this thread, if it did."""
+    return _CURRENT.get()
+
+
 def current() -> World:
     """The world that ``gw.init()`` opened in this thread."""
     world = _CURRENT.get()

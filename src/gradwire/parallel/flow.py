@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
-import torch
 from torch import fx, nn
 from torch.autograd import Function
 
+from gradwire.parallel.factories import factories_are_nodes
 from gradwire.parallel.part import HANDLERS
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -19,7 +18,6 @@ ACTIVATIONS = (
     nn.Hardswish, nn.Hardtanh, nn.Softsign, nn.LogSigmoid, nn.Dropout, nn.Identity, nn.Unflatten, nn.Flatten,
 )  # fmt: skip
 VIEWS = {"view", "reshape", "unflatten", "rearrange"}
-FACTORIES = ("ones", "zeros", "full", "empty", "arange", "eye", "linspace", "tensor")
 SIZES = {"shape", "dtype", "device", "ndim"}
 
 
@@ -50,46 +48,20 @@ class _Tracer(fx.Tracer):
 
 def trace(block: nn.Module) -> fx.Graph | None:
     """The graph of ``block``'s forward; None if it cannot be read that way."""
-    with _readable():
+    tracer = _Tracer()
+    with factories_are_nodes(tracer, always=False), patch.object(Function, "apply", _refuse):
         try:
-            return _Tracer().trace(block)
+            return tracer.trace(block)
         except Exception:  # the user's forward may do anything with what it is given
             return None
 
 
-_READING = threading.Lock()
+def _refuse(*_: object, **__: object) -> None:
+    raise _Hidden
 
 
-@contextmanager
-def _readable() -> Generator[None]:
-    """While a forward is read: torch's factories take sizes that are not known yet, and autograd functions, which hide what
-    they do, refuse.
-    """
-
-    def recorded(factory: Callable[..., object]) -> Callable[..., object]:
-        def made(*args: object, **kwargs: object) -> object:
-            unknown = next((arg for arg in _flat((*args, *kwargs.values())) if isinstance(arg, fx.Proxy)), None)
-            if unknown is None:
-                return factory(*args, **kwargs)
-            return unknown.tracer.create_proxy("call_function", factory, args, kwargs)
-
-        return made
-
-    def refuse(*_: object, **__: object) -> None:
-        raise NotImplementedError
-
-    apply = vars(Function)["apply"]
-    factories = {name: getattr(torch, name) for name in FACTORIES}
-    with _READING:
-        try:
-            Function.apply = refuse  # pyright: ignore[reportAttributeAccessIssue]
-            for name, factory in factories.items():
-                setattr(torch, name, recorded(factory))
-            yield
-        finally:
-            Function.apply = apply
-            for name, factory in factories.items():
-                setattr(torch, name, factory)
+class _Hidden(Exception):
+    """An autograd function hides what it does."""
 
 
 def feeds(graph: fx.Graph, linears: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]) -> list[Feed]:

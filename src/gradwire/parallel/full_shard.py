@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from gradwire.comm.dtensor import local_of
 from gradwire.comm.world import World
 from gradwire.core.autograd import at_end_of_backward
 from gradwire.errors import GradwireError, UsageError
 from gradwire.parallel.collectives import Gather, Scatter
+from gradwire.parallel.moved import Replaced
 from gradwire.parallel.unit_gradients import SILENT, Listener, Unit, UnitGradients
 from gradwire.parallel.units import UNIT_BYTES, choose_units, owned
 
@@ -79,11 +80,11 @@ class FullShard:
 
     def _shard(
         self, model: nn.Module, world: World, names: Mapping[int, str], plain: list[nn.Parameter], unit_bytes: int
-    ) -> tuple[dict[Unit, list[Slot]], dict[int, nn.Parameter], tuple[Unit, int, Tensor]]:
+    ) -> tuple[dict[Unit, list[Slot]], Replaced, tuple[Unit, int, Tensor]]:
         """Returns the units with their sharded parameters, old id -> new parameter, and one small old value to check by."""
         mesh, taken = world.torch_mesh()["shard"], frozenset[int]()
         slots: dict[Unit, list[Slot]] = {}
-        replaced: dict[int, nn.Parameter] = {}
+        replaced = Replaced()
         witness: tuple[Unit, int, Tensor] | None = None
         for modules in (*choose_units(model, unit_bytes), (model,)):
             unit = Unit(name=names[id(modules[0])], modules=modules)
@@ -93,7 +94,7 @@ class FullShard:
                 param.data = param.data.contiguous()  # FSDP2 takes no other
             for place, (_, _, param) in enumerate(old):
                 if param.numel() and (witness is None or param.numel() < witness[2].numel()):
-                    witness = (unit, place, _local(param).detach().clone())
+                    witness = (unit, place, local_of(param).detach().clone())
             fully_shard(
                 list(modules) if len(modules) > 1 else modules[0],  # pyright: ignore[reportGeneralTypeIssues]
                 mesh=mesh,
@@ -102,7 +103,8 @@ class FullShard:
             )
             slots[unit] = [(module, name, getattr(module, name)) for module, name, _ in old]
             unit.params = [param for _, _, param in slots[unit]]
-            replaced |= {id(before): after for (_, _, before), after in zip(old, unit.params, strict=True)}
+            for (_, _, before), after in zip(old, unit.params, strict=True):
+                replaced.note(before, after)
             taken |= {id(module) for module in modules}
         if witness is None:
             raise UsageError("the model has no parameters to shard")
@@ -131,7 +133,7 @@ class FullShard:
         lead = _fsdp(unit.modules[0])
         lead.unshard()
         module, name, _ = self._slots[unit][place]
-        same = torch.equal(_local(getattr(module, name)).detach(), true)
+        same = torch.equal(local_of(getattr(module, name)).detach(), true)
         lead.reshard()
         self._gathered.clear()
         if not same:
@@ -314,10 +316,6 @@ class Hooks:
 
 def _fsdp(module: nn.Module) -> FSDPModule:
     return cast("FSDPModule", module)
-
-
-def _local(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _tensors(output: object) -> Iterable[Tensor]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from gradwire.comm.dtensor import local_of
+from gradwire.comm.world import opened
 from gradwire.core.group import Group
 from gradwire.errors import UsageError
+from gradwire.parallel.split import is_second_copy
 
 
 def clip_grad_norm_(
@@ -22,18 +25,26 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     across: Group | None = None,
-    counts: Callable[[Tensor], bool] = lambda _: True,
 ) -> Tensor:
-    """Scale the gradients so that the norm of all of them together is at most ``max_norm``; returns the norm before.
+    """``torch.nn.utils.clip_grad_norm_`` under every plan: the norm is the whole model's, wherever its parts are.
 
     norm = (sum of |g|^p over the numbers of the whole model)^(1/p): a shard's numbers count on their rank, what is the same on
-    several ranks counts once. Same result as ``torch.nn.utils.clip_grad_norm_`` on one process, and where nothing is
-    sharded it is that function. Every rank that holds a part calls it, with parameters in the same order.
-    across: the ranks that hold other parameters of the model: ``world.group("pipeline")``; counts: whether a parameter
-    counts on this rank: of one that several stages have, one does. Cost: one all-reduce of one number for
-    each way of sharding, and one along ``across``. Raises UsageError for ``norm_type`` 0 or less, and RuntimeError for a norm
-    that is not finite if ``error_if_nonfinite``.
+    several ranks counts once. Where nothing is sharded it is torch's function. All ranks call it, with the model's parameters
+    in their order. across: the ranks that hold other parameters of the model; default, those along ``pipeline``.
+    Returns the norm before, the same on all ranks. Cost: one all-reduce of one number for each way of sharding, and one along
+    ``across``. Raises UsageError for ``norm_type`` 0 or less, and RuntimeError for a norm that is not finite if
+    ``error_if_nonfinite``.
+
+    >>> import torch
+    >>> import gradwire as gw
+    >>> with gw.init():
+    ...     weight = torch.ones(4, requires_grad=True)
+    ...     (3 * weight).sum().backward()
+    ...     float(gw.clip_grad_norm_(weight, 1.0))
+    6.0
     """
+    if across is None and (world := opened()) is not None:
+        across = world.group("pipeline", channel="norm")
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad for param in given if param.grad is not None]
     alone = across is None or across.size == 1
@@ -47,7 +58,7 @@ def clip_grad_norm_(
             whole = [Replicate() if place.is_partial() else place for place in param.grad.placements]
             param.grad = param.grad.redistribute(placements=whole)
     grads = [param.grad for param in given if param.grad is not None]
-    counted = [param.grad for param in given if param.grad is not None and counts(param)]
+    counted = [param.grad for param in given if param.grad is not None and not is_second_copy(param)]
     norm = _norm(counted, p, None if alone else across)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -55,7 +66,7 @@ def clip_grad_norm_(
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
-        local = _local(grad)
+        local = local_of(grad)
         local.mul_(factor.to(local.device, local.dtype))
     return norm
 
@@ -63,12 +74,12 @@ def clip_grad_norm_(
 def _norm(grads: list[Tensor], p: float, across: Group | None) -> Tensor:
     """The norm over everybody's gradients, on all ranks."""
     sums: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
-    kinds = [_local(grad) for grad in grads]
+    kinds = [local_of(grad) for grad in grads]
     dtype = torch.float64 if any(local.dtype == torch.float64 for local in kinds) else torch.float32
     device = kinds[0].device if kinds else torch.device("cpu")
     zero = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
-        groups, power = _groups(grad), _power(_local(grad), p).to(device)
+        groups, power = _groups(grad), _power(local_of(grad), p).to(device)
         sums[groups] = _both(sums.get(groups, zero), power, p)
     total = zero
     for groups, value in sums.items():
@@ -79,10 +90,6 @@ def _norm(grads: list[Tensor], p: float, across: Group | None) -> Tensor:
     if across is not None:
         total = across.all_reduce(total.reshape(1).clone(), "max" if p == math.inf else "sum")[0]
     return (total if p == math.inf else total ** (1 / p)).to(dtype)
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from gradwire.comm.world import World
 from gradwire.core.plan import Plan
 from gradwire.errors import UsageError
-from gradwire.parallel import moved, tensor
 from gradwire.parallel.full_shard import FullShard
 from gradwire.parallel.holding import keep
+from gradwire.parallel.moved import exchange
 from gradwire.parallel.split import decide, split
+from gradwire.parallel.tensor import share
 
 _PARTED: WeakSet[nn.Module] = WeakSet()
 
@@ -39,12 +40,12 @@ def part(
     _PARTED.add(model)
     decision = decide(model, world, plan.pipeline, example) if num_stages > 1 else None
     if num_tensor > 1:
-        tensor.exchange(optimizers, tensor.share(model, world.torch_mesh()["tensor"], plan.tensor_rules))
+        exchange(optimizers, share(model, world.torch_mesh()["tensor"], plan.tensor_rules))
     if num_stages > 1:
         split(model, world, plan.pipeline, decision=decision)
         keep(optimizers, model.parameters())
     if not sharded:
         return None
     shard = FullShard(model, world, reshard_after_forward=plan.sharding == "parameters", bucket_bytes=plan.bucket_bytes)
-    moved.exchange(optimizers, shard.replaced)
+    exchange(optimizers, shard.replaced)
     return shard

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from gradwire.errors import UsageError
 from gradwire.parallel.blocks import Blocks, Program, path_of
+from gradwire.parallel.part import to_whole
 
 
 class Stage:
@@ -36,7 +37,9 @@ class Stage:
                 known.pop(done, None)
         if program.sent is None:
             return (_filled(self._blocks.result().args[0], known),)
-        return tuple(known[node] for node in program.sent)
+        return tuple(
+            to_whole(known[node]) for node in program.sent
+        )  # a cut may fall between layers that share an activation
 
     def _value(self, model: nn.Module, node: Node, known: dict[Node, object], x: object) -> object:
         if node.op == "placeholder":

@@ -1,17 +1,15 @@
-"""`share`: layers become shared ones in place; `exchange`: optimizers follow."""
+"""`share`: layers become shared ones in place."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.optim import Optimizer
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from gradwire.errors import UsageError
 from gradwire.parallel import cross_entropy
@@ -19,30 +17,13 @@ from gradwire.parallel.attention import SharedAttention
 from gradwire.parallel.flow import segments_of, trace
 from gradwire.parallel.kinds import Choice
 from gradwire.parallel.layers import ColumnLinear, RowLinear, Shared, VocabularyEmbedding, over_sequence
+from gradwire.parallel.moved import Replaced
 from gradwire.parallel.moves import Ranks, Segments
 from gradwire.parallel.part import map_parts
 from gradwire.parallel.rules import describe
 
 KNOWN_OPERATIONS = (cross_entropy,)  # what F.cross_entropy does with shared logits
 Cuts: TypeAlias = "dict[int, Shard]"
-
-
-class Replaced(dict[int, nn.Parameter]):
-    """Old parameter's id -> the shared one. Knows the old ones, as long as they live: ids are used again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._old: dict[int, weakref.ref[nn.Parameter]] = {}
-
-    def note(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """``new`` stands where ``old`` did."""
-        self[id(old)] = new
-        self._old[id(old)] = weakref.ref(old)
-
-    def of(self, param: nn.Parameter) -> nn.Parameter | None:
-        """What stands where ``param`` did; None if it still does."""
-        known = self._old.get(id(param))
-        return self[id(param)] if known is not None and known() is param else None
 
 
 def share(model: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str] | None = None) -> Replaced:
@@ -53,7 +34,7 @@ def share(model: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str] | None = 
     gradient. What is shared is a ``DTensor`` with ``Shard(0)`` or ``Shard(1)``; names are unchanged, values rank 0's, and the
     ranks' CPU generators stand where rank 0's does, so that dropout masks agree. A head that ``rules`` call
     ``"vocabulary"`` gives logits that are a `Part`: `cross_entropy` takes them as they are, and anything else sees the whole.
-    Returns the new parameters by the old ones' ids, for `exchange`. Raises PlanError as `describe`.
+    Returns the new parameters by the old ones' ids, for `moved.exchange`. Raises PlanError as `describe`.
     """
     if mesh.ndim != 1:
         raise UsageError(f"a mesh of {mesh.ndim} dimensions; use one of them, such as world.torch_mesh()['tensor']")
@@ -82,36 +63,11 @@ def share(model: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str] | None = 
     return replaced
 
 
-def exchange(optimizers: Iterable[Optimizer], replaced: Replaced) -> None:
-    """Give optimizers made before `share` the shared parameters, with their groups, settings and state.
-
-    State of a parameter's shape (momentum and the like) is cut as the parameter is. All ranks call it alike.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            params = cast("list[nn.Parameter]", group["params"])
-            for place, old in enumerate(params):
-                new = replaced.of(old)
-                if new is None:
-                    continue
-                params[place] = new
-                if old in optimizer.state:
-                    optimizer.state[new] = {
-                        key: _cut_as(value, old, new) for key, value in optimizer.state.pop(old).items()
-                    }
-
-
 def same_random_numbers(mesh: DeviceMesh) -> None:
     """Set this rank's CPU generator where that of the mesh's first rank stands: dropout then draws the same masks."""
     state = torch.get_rng_state()
     dist.broadcast(state, group=mesh.get_group(), group_src=0)
     torch.set_rng_state(state)
-
-
-def _cut_as(value: object, old: nn.Parameter, new: nn.Parameter) -> object:
-    if isinstance(value, Tensor) and isinstance(new, DTensor) and value.shape == old.shape and value.dim():
-        return distribute_tensor(value, new.device_mesh, new.placements)
-    return value
 
 
 def _cuts(module: nn.Module, rule: str) -> Cuts:

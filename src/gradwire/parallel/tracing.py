@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import dis
 import inspect
-import threading
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from types import FrameType
-from unittest.mock import patch
 
-import torch
 from torch import nn
 from torch.fx import Graph, Node, Proxy, Tracer
 
 from gradwire.errors import UsageError
+from gradwire.parallel.factories import RANDOM, factories_are_nodes
+from gradwire.parallel.layers import Shared
 
 INNER = "model"  # the user's model inside `_Call`
-_FACTORIES = (
-    "arange", "empty", "eye", "full", "linspace", "logspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros"
-)  # fmt: skip
-_RANDOM = ("bernoulli", "multinomial", "normal", "rand", "randint", "randn", "randperm")
 _FILLS = ("cauchy", "exponential", "geometric", "log_normal", "random", "rrelu", "uniform")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
-_PATCHING = threading.Lock()  # torch's functions are replaced while one model is traced
-_TRACING = threading.local()
 
 
 def trace(model: nn.Module, *, deep: bool = False) -> tuple[Graph, nn.Module]:
@@ -43,7 +35,7 @@ def trace(model: nn.Module, *, deep: bool = False) -> tuple[Graph, nn.Module]:
     while True:
         tracer = _BlockTracer(deep, opaque)
         try:
-            with _PATCHING, _factories_are_nodes(tracer):
+            with factories_are_nodes(tracer, always=True):
                 graph = tracer.trace(call)
         except _Opaque as found:
             opaque.add(found.module)
@@ -57,9 +49,7 @@ def trace(model: nn.Module, *, deep: bool = False) -> tuple[Graph, nn.Module]:
 def is_random(node: Node) -> bool:
     """Whether it may give another value for the same arguments."""
     name = _function_name(node).rstrip("_")
-    return (
-        "dropout" in name or name in _RANDOM or name in _FILLS or (name.endswith("_like") and name.startswith("rand"))
-    )
+    return "dropout" in name or name in RANDOM or name in _FILLS or (name.endswith("_like") and name.startswith("rand"))
 
 
 def mutates(node: Node) -> bool:
@@ -140,7 +130,7 @@ class _BlockTracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name == INNER or isinstance(m, _Call):
             return False
-        if m in self._opaque or next(m.children(), None) is None:
+        if m in self._opaque or isinstance(m, Shared) or next(m.children(), None) is None:
             return True
         if isinstance(m, (*_CONTAINERS, *_STACKS)):
             return False
@@ -195,26 +185,3 @@ def _stack_forward(stack: nn.TransformerEncoder | nn.TransformerDecoder) -> Call
         return tgt if stack.norm is None else stack.norm(tgt)
 
     return encode if isinstance(stack, nn.TransformerEncoder) else decode
-
-
-@contextmanager
-def _factories_are_nodes(tracer: Tracer) -> Generator[None]:
-    """torch's factory functions refuse proxies (``torch.arange(0, x.shape[1])``), and what they draw must not be frozen."""
-    _TRACING.tracer = tracer
-    with ExitStack() as stack:
-        stack.callback(lambda: setattr(_TRACING, "tracer", None))
-        for name in (*_FACTORIES, *_RANDOM):
-            stack.enter_context(patch.object(torch, name, _as_node(getattr(torch, name))))
-        yield
-
-
-def _as_node(original: Callable[..., object]) -> Callable[..., object]:
-    def create(*args: object, **kwargs: object) -> object:
-        tracer: Tracer | None = getattr(_TRACING, "tracer", None)  # other threads go on as ever
-        return (
-            original(*args, **kwargs)
-            if tracer is None
-            else tracer.create_proxy("call_function", original, args, kwargs)
-        )  # pyright: ignore[reportArgumentType]
-
-    return create

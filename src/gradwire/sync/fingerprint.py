@@ -12,6 +12,7 @@ from torch import nn
 from gradwire.comm.text import all_gather_text
 from gradwire.core.group import Group
 from gradwire.core.microbatch import MicrobatchSource
+from gradwire.core.names import plain_name
 from gradwire.core.plan import Plan
 from gradwire.errors import MismatchError
 
@@ -38,11 +39,6 @@ def _tensor_facts(model: nn.Module) -> Iterator[tuple[str, str]]:
         yield f"parameter {index}", f"{shape} {kind}" + ("" if tied == name else f", tied to {plain_name(tied)}")
     for index, (name, buffer) in enumerate(model.named_buffers()):
         yield f"buffer {index}", f"{plain_name(name)} {tuple(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
-
-
-def plain_name(name: str) -> str:
-    """The user's name of a parameter, without what ``torch.compile`` puts in front."""
-    return name.replace("_orig_mod.", "")
 
 
 def compare(facts: Facts, group: Group, device: torch.device) -> None:

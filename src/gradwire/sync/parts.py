@@ -17,6 +17,7 @@ from gradwire.compress.hierarchical import Hierarchical
 from gradwire.core.group import Group
 from gradwire.core.mesh import AXES
 from gradwire.core.microbatch import MicrobatchSource
+from gradwire.core.names import plain_name
 from gradwire.core.plan import Plan
 from gradwire.core.policy import SyncPolicy
 from gradwire.core.reducer import Link, Reducer
@@ -24,7 +25,6 @@ from gradwire.sync.autograd import GradientHooks, MakeHooks
 from gradwire.sync.batchnorm import has_synchronised, refuse_single_samples, synchronise_batch_norm
 from gradwire.sync.buffers import BufferExchange
 from gradwire.sync.exchange import Exchange, Route
-from gradwire.sync.fingerprint import plain_name
 from gradwire.sync.gradients import GradientSync
 from gradwire.sync.loading import Loading
 from gradwire.sync.owned import Gatherer, Owned

@@ -13,6 +13,7 @@ from torch.optim import (
     LBFGS,
     SGD,
     Adadelta,
+    Adafactor,
     Adagrad,
     Adam,
     Adamax,
@@ -25,6 +26,7 @@ from torch.optim import (
 )
 
 from gradwire.comm.dtensor import is_parted, local_of, part_of
+from gradwire.core.plan import ShardedParts
 from gradwire.errors import PlanError
 from gradwire.sync.owned import Gatherer, Gathering, Owned
 
@@ -47,13 +49,18 @@ class PartSteps(Protocol):
         ...
 
 
-def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raise PlanError for one whose state cannot be parted."""
+def refuse_optimizers(optimizers: Sequence[Optimizer], sharding: ShardedParts) -> None:
+    """Raise PlanError for one that cannot step where ranks along ``shard`` have parts."""
     for each in optimizers:
         if isinstance(each, LBFGS):
             raise PlanError(
                 "LBFGS decides over all parameters at once and keeps its history in one long vector, so its state cannot be "
-                "parted; use another optimizer, or a mesh without shard"
+                "parted; use AdamW or another optimizer, or a mesh without shard"
+            )
+        if isinstance(each, Adafactor) and sharding != "optimizer":
+            raise PlanError(
+                f'Adafactor cannot step on sharded parameters (sharding="{sharding}"): torch cannot square the norms of columns '
+                'that lie on several ranks; use AdamW, or sharding="optimizer"'
             )
 
 
