@@ -72,7 +72,7 @@ class _ShowVersion(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="gradwire", description="Data parallel training over processes and machines.")
+    parser = _Parser(prog="gradwire", description="Train a PyTorch model over processes and machines.")
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands.add_parser("run", help="start a script on several processes", allow_abbrev=False))

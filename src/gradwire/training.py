@@ -1,4 +1,4 @@
-"""`distribute`: the order in which data parallel training is put together."""
+"""`distribute`: the order in which training is put together; what a script says of it besides."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def distribute(
     trained by ``gw.forward_backward``.
 
     Afterwards ``.grad`` holds the mean over all ranks' samples when ``backward()`` returns. Calling it again on the same
-    model replaces the earlier call (after unfreezing a layer, say). What a model needed is closed by the first call after
-    the model and its optimizers are gone. What it returns is only needed to save, resume, and agree before the time (`local`).
+    model replaces the earlier call (after unfreezing a layer, say), unless the model was cut. What a model needed is closed by
+    the first call after the model and its optimizers are gone. What it returns is only needed to save, resume, and agree before
+    the time (`local`).
 
     Raises UsageError for wrong arguments, PlanError for a plan this world cannot run, MismatchError if the ranks'
     models, plans, data or versions differ.
@@ -66,11 +67,7 @@ def distribute(
     world = current()
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     _check_arguments(model, optimizers, loader, plan)
-    if plan is not None and sync is not None and plan.sync != "exact":
-        raise UsageError(f"gw.distribute: sync={sync} and plan.sync={plan.sync} are both given; give one")
-    plan = plan or world.plan
-    plan = plan if sync is None else replace(plan, sync=sync)
-    plan.check(world.size)
+    plan = _checked_plan(world, plan, sync)
     policy = policy_of(plan.sync)
     if isinstance(policy.reducer, ByName):
         policy.reducer.check([plain_name(name) for name, param in model.named_parameters() if param.requires_grad])
@@ -86,13 +83,30 @@ def distribute(
         broadcast_all([param.data for param in model.parameters()] + list(model.buffers()), everybody)
     if loader is not None:
         loader.attach(plan.accumulate)
-    sharded = part(model, optimizers, world, plan, _example(loader, example, world))
-    parts = Parts(model, world, channels, plan, policy, loader, GradientHooks if sharded is None else sharded.hooks)
-    gradients, parameters = parts.gradients(), parts.parameters()
+    parted = part(model, optimizers, world, plan, _example(loader, example, world))
+    make_hooks = GradientHooks if parted.shard is None else parted.shard.hooks
+    parts = Parts(model, world, channels, plan, policy, loader, make_hooks)
+    return _put_together(model, optimizers, parts, parted.groups)
+
+
+def _checked_plan(world: World, plan: Plan | None, sync: Sync | None) -> Plan:
+    """What was given, or what the launcher was told; with the world's mesh where it names none."""
+    if plan is not None and sync is not None and plan.sync != "exact":
+        raise UsageError(f"gw.distribute: sync={sync} and plan.sync={plan.sync} are both given; give one")
+    plan = plan or world.plan
+    plan = plan if sync is None else replace(plan, sync=sync)
+    plan = plan if plan.mesh else replace(plan, mesh=world.axes)
+    plan.check(world.size)
+    return plan
+
+
+def _put_together(
+    model: nn.Module, optimizers: Sequence[Optimizer], parts: Parts, groups: tuple[str, ...]
+) -> Distributed:
+    """Hooks on the model and the optimizers, and how to let go of them. groups: opened for the model besides the parts'."""
+    gradients, parameters, loading = parts.gradients(), parts.parameters(), parts.loading
     steps = StepHooks(parts, gradients, parameters, parts.owned_steps())
     removes = steps.attach(optimizers) + parts.guards
-
-    loading = parts.loading
 
     def detach() -> None:
         for remove in removes:
@@ -100,12 +114,12 @@ def distribute(
         gradients.close()
         loading.close()
 
-    attachment = Attachment(detach=detach, groups=tuple(parts.group_names), owners=_owners(model, optimizers))
-    world.replace_attachment(id(model), attachment)
+    attachment = Attachment(detach=detach, groups=(*parts.group_names, *groups), owners=_owners(model, optimizers))
+    parts.world.replace_attachment(id(model), attachment)
     return Distributed(
-        world,
+        parts.world,
         params=parts.trained,
-        sync=str(plan.sync),
+        sync=str(parts.plan.sync),
         gradients=gradients,
         parameters=parameters,
         steps=steps,

@@ -8,6 +8,8 @@ from gradwire.comm.world import Number, current
 def sum(value: Number) -> Number:
     """``value`` summed over the ranks, the same on all; alone, itself. A number, or a tensor of one shape and dtype.
 
+    Ranks along ``pipeline`` and ``tensor`` have the same samples: of each line of them one counts.
+
     >>> import gradwire as gw
     >>> with gw.init():
     ...     gw.sum(3)

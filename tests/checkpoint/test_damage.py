@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -394,10 +395,14 @@ def test_a_state_of_each_ranks_own_needs_as_many_ranks_again(tmp_path):
 def test_a_rank_that_does_not_save_is_waited_for_no_longer_than_the_timeout(tmp_path):
     def body(world: World) -> None:
         if world.rank == 0:
-            save(tmp_path, model())
+            try:
+                save(tmp_path, model())
+            finally:
+                over.set()
         else:
-            time.sleep(1.5)
+            over.wait(10.0)
 
+    over = threading.Event()
     with pytest.raises(RankError, match="PeerError"):
         run_ranks(2, body, timeout_s=0.5)
     assert list(tmp_path.iterdir()) == []
@@ -443,12 +448,13 @@ with gw.init():
 
 
 def test_a_save_that_is_killed_leaves_the_newest_complete_one(tmp_path):
-    chance = random.Random(1)
     with subprocess.Popen([sys.executable, "-c", SAVING, tmp_path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for _ in range(5):
             said = int(process.stdout.readline())
-        time.sleep(chance.random() * 0.01)
+        deadline_s = time.monotonic() + 10.0
+        while not list(tmp_path.glob(".checkpoint-*.partial")):  # in the middle of the next one
+            assert time.monotonic() < deadline_s
         process.send_signal(signal.SIGKILL)
         rest = process.stdout.read().split()
     made = nn.Linear(300, 300)

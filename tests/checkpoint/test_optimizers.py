@@ -65,11 +65,12 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["f64", "bf16"])
+EVERY = [(name, torch.float64) for name in OPTIMIZERS]
+EVERY += [(name, torch.bfloat16) for name in OPTIMIZERS if name != "LBFGS"]  # whose line of steps ends in NaN there
+
+
+@pytest.mark.parametrize(("name", "dtype"), EVERY, ids=lambda each: str(each).removeprefix("torch."))
 def test_an_optimizer_goes_on_to_the_same_bits(tmp_path, name, dtype):
-    if name == "LBFGS" and dtype == torch.bfloat16:
-        pytest.skip("its line of steps ends in NaN in bfloat16")
     model, again = net(dtype), net(dtype)
     optimizer, fresh = (OPTIMIZERS[name](each.parameters()) for each in (model, again))
     with gw.init():

@@ -142,6 +142,7 @@ class Pipelines:
 
     gpipe: gw.Pipeline = field(default_factory=lambda: gw.Pipeline(schedule="gpipe", microbatches=3))
     interleaved: gw.Pipeline = field(default_factory=lambda: gw.Pipeline(schedule="interleaved", stages_per_rank=2))
+    within: gw.Pipeline = field(default_factory=lambda: gw.Pipeline(cuts=("2",)))
     zero_bubble: gw.Pipeline = field(default_factory=lambda: gw.Pipeline(schedule="zero-bubble", microbatches=4))
 
 
@@ -165,12 +166,19 @@ ROWS = (
     # hybrids
     MeshRow("data x optimizer rows", gw.Plan(mesh={"data": 2, "shard": 2}, sharding="optimizer")),
     MeshRow("data x parameters", gw.Plan(mesh={"data": 2, "shard": 2})),
+    MeshRow("data x gradients", gw.Plan(mesh={"data": 2, "shard": 2}, sharding="gradients")),
+    MeshRow("gradients x tensor", gw.Plan(mesh={"shard": 2, "tensor": 2}, sharding="gradients")),
     MeshRow("data x pipeline", gw.Plan(mesh={"data": 2, "pipeline": 2})),
     MeshRow("data x pipeline of 3", gw.Plan(mesh={"data": 2, "pipeline": 3})),
     MeshRow("data x tensor", gw.Plan(mesh={"data": 2, "tensor": 2})),
     MeshRow("data of 3 x tensor", gw.Plan(mesh={"data": 3, "tensor": 2})),
     MeshRow("pipeline x optimizer rows", gw.Plan(mesh={"pipeline": 2, "shard": 2}, sharding="optimizer")),
     MeshRow("pipeline x tensor", gw.Plan(mesh={"pipeline": 2, "tensor": 2})),
+    MeshRow(
+        "pipeline x tensor, cut between shared layers",
+        gw.Plan(mesh={"pipeline": 2, "tensor": 2}, pipeline=P.within),
+        ("perceptron",),
+    ),
     MeshRow("shard x tensor", gw.Plan(mesh={"shard": 2, "tensor": 2})),
     MeshRow("optimizer rows x tensor", gw.Plan(mesh={"shard": 2, "tensor": 2}, sharding="optimizer")),
     MeshRow("data x shard x tensor", gw.Plan(mesh={"data": 2, "shard": 2, "tensor": 2})),

@@ -99,8 +99,15 @@ class World:
         """How many ranks read samples of their own."""
         return self.mesh.length(BATCH_AXES)
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh as a plan spells it; empty if nobody has said anything but the number of ranks."""
+        return (
+            {axis: size for axis, size in zip(AXES, self.mesh.sizes, strict=True) if size > 1} if self._meshed else {}
+        )
+
     def take_mesh(self, plan: Plan) -> None:
-        """The plan's mesh becomes this world's, unless it has another one. Raises PlanError."""
+        """The plan's mesh becomes this world's, unless that has another one. Raises PlanError."""
         wanted = Mesh.of(plan.mesh, self.size)
         if wanted == self.mesh:
             return
@@ -134,18 +141,15 @@ class World:
         ranks = tuple(line[place] for place in sorted(places))
         name = f"{axis}[{','.join(map(str, ranks))}]/{channel}"
         if name not in self._groups:
-            try:
-                opened = self._open_ranks(name, ranks)
-            except RuntimeError as error:  # the store's and Gloo's errors
-                raise blame(error, self._meeting.watch, f"{self._where} was opening {name}") from error
-            self._groups[name] = self._traced(opened, ranks)
+            self._groups[name] = self._open(name, ranks, through_hosts=False)
         return self._groups[name]
 
-    def _open(self, name: str, ranks: tuple[int, ...]) -> Group:
+    def _open(self, name: str, ranks: tuple[int, ...], *, through_hosts: bool = True) -> Group:
+        """through_hosts: by shared memory inside each host; finding the hosts takes all ranks of the job, the first time."""
         watch = self._meeting.watch
         try:
             opened: Group = self._open_ranks(name, ranks)
-            if isinstance(opened, TorchGroup) and self.device.type == "cpu":
+            if through_hosts and isinstance(opened, TorchGroup) and self.device.type == "cpu":
                 opened = self._on_hosts(opened, ranks)
         except RuntimeError as error:  # the store's and Gloo's errors
             raise blame(error, watch, f"{self._where} was opening {name}") from error
@@ -270,7 +274,7 @@ class World:
         return self.clock.account()
 
     def sum(self, value: Number) -> Number:
-        """``value`` summed over the ranks: a number, or a tensor of one shape and dtype (a new one is returned)."""
+        """``value`` summed over the ranks that read samples of their own: a number, or a tensor (a new one is returned)."""
         if isinstance(value, Tensor):
             total = self.group().all_reduce(value.detach().to(self.device, copy=True).contiguous())
             return total.to(value.device)

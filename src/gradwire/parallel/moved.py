@@ -33,8 +33,8 @@ class Replaced(dict[int, nn.Parameter]):
 def exchange(optimizers: Iterable[Optimizer], replaced: Replaced) -> None:
     """Give every optimizer the new parameters for its old ones, in place; all ranks call it alike.
 
-    Groups, settings and order stay. State of a parameter's shape is cut like the parameter; other state (a step count) stays as it is. Raises UsageError for
-    state of another shape.
+    Groups, settings and order stay. State of a parameter's shape is cut like the parameter; other state (a step count) stays as
+    it is. Raises UsageError for state of another shape.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

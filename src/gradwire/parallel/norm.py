@@ -59,7 +59,10 @@ def clip_grad_norm_(
             param.grad = param.grad.redistribute(placements=whole)
     grads = [param.grad for param in given if param.grad is not None]
     counted = [param.grad for param in given if param.grad is not None and not is_second_copy(param)]
-    norm = _norm(counted, p, None if alone else across)
+    wide = any(
+        grad.dtype == torch.float64 for grad in grads
+    )  # also of those that count elsewhere: they are scaled here
+    norm = _norm(counted, p, None if alone else across).to(torch.float64 if wide else torch.float32)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the gradients' norm of order {p} is {float(norm)}; pass error_if_nonfinite=False to clip anyway"
@@ -72,10 +75,9 @@ def clip_grad_norm_(
 
 
 def _norm(grads: list[Tensor], p: float, across: Group | None) -> Tensor:
-    """The norm over everybody's gradients, on all ranks."""
+    """The norm over everybody's gradients, on all ranks, in float64."""
     sums: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
     kinds = [local_of(grad) for grad in grads]
-    dtype = torch.float64 if any(local.dtype == torch.float64 for local in kinds) else torch.float32
     device = kinds[0].device if kinds else torch.device("cpu")
     zero = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
@@ -89,7 +91,7 @@ def _norm(grads: list[Tensor], p: float, across: Group | None) -> Tensor:
         total = _both(total, mine[0], p)
     if across is not None:
         total = across.all_reduce(total.reshape(1).clone(), "max" if p == math.inf else "sum")[0]
-    return (total if p == math.inf else total ** (1 / p)).to(dtype)
+    return total if p == math.inf else total ** (1 / p)
 
 
 def _groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -302,13 +302,20 @@ class _Call:
         def give_back() -> None:
             self._give_back(action, [entry.grad for entry in passage.entries])
 
+        pairs += self._owner.ties.roots() if last else []
         if not pairs:
             give_back()
             return
-        if last:
-            self._owner.ties.begin()
-        pairs[0][0].register_hook(lambda _: at_end_of_backward(give_back))
-        torch.autograd.backward([exit_ for exit_, _ in pairs], [grad for _, grad in pairs])
+        asked: list[bool] = []
+
+        def ask(_: Tensor) -> None:  # whichever root comes first, before any parameter
+            if not asked:
+                asked.append(True)
+                at_end_of_backward(give_back)
+
+        for root, _ in pairs:
+            root.register_hook(ask)
+        torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
 
     def _input(self, stage: int, j: int, received: Sequence[object]) -> Sequence[object]:
         passage = self._open.pop((stage, j))

@@ -1,9 +1,12 @@
 """Parameters that several stages use, an embedding and its output layer say: their gradients are summed before the step."""
 
+# ruff: noqa: ANN401  # autograd.Function's context
+
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +43,10 @@ class Ties:
         """A gradient of zeros for each."""
         return [(param, torch.zeros_like(param)) for param, _ in self._shared]
 
-    def begin(self) -> None:
-        """Before a batch's last backward: a zero for each, so that it leaves a gradient in the same layout on every rank."""
-        pairs = self.zeros()
-        if pairs:
-            with local_only(self._world, on=True):
-                torch.autograd.backward([param for param, _ in pairs], [zeros for _, zeros in pairs])
+    def roots(self) -> list[tuple[Tensor, Tensor]]:
+        """For a batch's last backward: it leaves a gradient, perhaps of zeros, in the same layout on every rank."""
+        roots = [cast("Tensor", _Zeros.apply(param)) for param, _ in self._shared]
+        return [(root, torch.ones_like(root)) for root in roots]
 
     def set_aside(self) -> dict[int, Tensor]:
         """Before a batch: gradients that were summed already must not be summed again."""
@@ -79,6 +80,19 @@ class Ties:
         part = local_of(total).contiguous()
         part_of_all = group.all_reduce(part)
         param.grad = part_of(part_of_all, total)
+
+
+class _Zeros(torch.autograd.Function):
+    """A number that every entry of a parameter has a gradient of 0 from."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor) -> Tensor:
+        ctx.param = param.detach()
+        return torch.zeros((), dtype=param.dtype, device=param.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.zeros_like(ctx.param)
 
 
 @contextmanager
