@@ -71,7 +71,7 @@ test-lab: $(READY) ## tests over several hosts on one machine (root)
 	$(BIN)/python -m pytest -q -m lab tests/lab
 
 test-meshes: $(READY) ## every mesh and every model against one process, and what lies beneath (a few minutes)
-	$(BIN)/python -m pytest -q -m slow -n 2 tests/conformance/test_meshes.py tests/parallel
+	$(BIN)/python -m pytest -q -m slow -n 2 tests/conformance/test_meshes.py tests/parallel tests/checkpoint
 
 test-all: $(READY) ## every test this machine can run
 	$(BIN)/python -m pytest -q

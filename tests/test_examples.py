@@ -43,3 +43,12 @@ def test_compare_fails_on_other_weights_and_on_nan(tmp_path: Path) -> None:
         done = python(compare, tmp_path / "a.pt", tmp_path / f"{other}.pt")
         assert done.returncode == 1
         assert "more than rounding" in done.stderr
+
+
+def test_a_perceptron_in_three_parts_learns_what_it_learns_whole() -> None:
+    parts = python(*GRADWIRE, "-n", "3", ROOT / "examples/perceptron_pipeline.py")
+    whole = python(ROOT / "examples/perceptron_plain.py")
+    assert parts.returncode == whole.returncode == 0, parts.stderr + whole.stderr
+    losses = [[float(found) for found in re.findall(r"digits ([\d.]+)", done.stdout)] for done in (parts, whole)]
+    assert len(losses[0]) == 3
+    assert max(abs(one - other) for one, other in zip(*losses, strict=True)) < 2e-4  # float32, printed to four places

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gradwire.checkpoint.api import load, save
     from gradwire.comm.world import World, current, init
     from gradwire.compress.cast import Cast
     from gradwire.compress.choice import After, ByName, ByShape
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         shard,
     )
     from gradwire.errors import (
+        CheckpointError,
         DataError,
         GradwireError,
         LaunchError,
@@ -64,6 +66,7 @@ __all__ = [
     "ByName",
     "ByShape",
     "Cast",
+    "CheckpointError",
     "Compressed",
     "DataError",
     "DataLoader",
@@ -99,7 +102,9 @@ __all__ = [
     "distribute",
     "forward_backward",
     "init",
+    "load",
     "no_sync",
+    "save",
     "shard",
     "sum",
     "weight",
@@ -107,6 +112,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "gradwire.checkpoint.api": ("load", "save"),
     "gradwire.comm.world": ("World", "current", "init"),
     "gradwire.core.pipeline": ("Pipeline",),
     "gradwire.core.plan": ("Plan",),

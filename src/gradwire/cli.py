@@ -83,7 +83,27 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("-n", metavar="N", type=_count, help="check it for N ranks, and count bytes for them (default 2)")
     show.set_defaults(act=_show)
     _add_split(commands.add_parser("split", help="where a pipeline would cut a model, and why", allow_abbrev=False))
+    inspect = commands.add_parser("inspect", help="what is in a checkpoint", allow_abbrev=False)
+    inspect.add_argument("directory", metavar="DIR", type=Path, help="what gw.save was given, or one checkpoint in it")
+    inspect.set_defaults(act=_inspect)
+    export = commands.add_parser("export", help="the model of a checkpoint as one file", allow_abbrev=False)
+    export.add_argument("directory", metavar="DIR", type=Path, help="what gw.save was given, or one checkpoint in it")
+    export.add_argument("file", metavar="FILE", type=Path, help="a .safetensors file, under the model's own names")
+    export.set_defaults(act=_export)
     return parser
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from gradwire.checkpoint.api import inspect  # only here: it needs torch
+
+    return _say(inspect(options.directory))
+
+
+def _export(options: argparse.Namespace) -> int:
+    from gradwire.checkpoint.api import export
+
+    export(options.directory, options.file)
+    return _say(f"wrote {options.file}, {options.file.stat().st_size:,} bytes")
 
 
 def _add_split(split: argparse.ArgumentParser) -> None:

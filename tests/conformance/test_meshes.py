@@ -63,8 +63,8 @@ def test_a_plan_without_a_mesh_has_the_worlds() -> None:
     assert run_ranks(2, run, plan=gw.Plan(mesh={"data": 2})) == ["data=2"] * 2
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", ["perceptron", "untied", "tied"])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("name", [pytest.param("perceptron", marks=pytest.mark.slow), "untied", "tied"])
 def test_wherever_a_pipeline_is_cut_its_weights_are_those_of_one_process(name: str, accumulate: int) -> None:
     run = partial(train, names=(name,))
     for cut in Blocks(model(name)).names[1:]:

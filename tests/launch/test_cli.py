@@ -9,6 +9,8 @@ import pytest
 
 from gradwire import cli
 
+GRADWIRE = [sys.executable, "-m", "gradwire"]
+
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
@@ -148,3 +150,40 @@ def test_a_reader_that_has_gone_is_met_quietly(arguments, unbuffered):
 
 def test_the_sync_option_reaches_the_plan(script):
     assert tomllib.loads(plan_text("--sync", "local:every=16,codec=q4") or "") == {"sync": "local:every=16,codec=q4"}
+
+
+def test_a_checkpoint_is_shown_and_exported(tmp_path):
+    script = (
+        "import sys, torch, gradwire as gw\n"
+        "with gw.init():\n"
+        "    model = torch.nn.Linear(3, 2)\n"
+        "    gw.save(sys.argv[1], model, torch.optim.Adam(model.parameters()), epoch=3)\n"
+    )
+    (tmp_path / "save.py").write_text(script)
+    saved, file = str(tmp_path / "saved"), str(tmp_path / "model.safetensors")
+    subprocess.run([sys.executable, tmp_path / "save.py", saved], check=True, timeout=60)
+    shown = subprocess.run([*GRADWIRE, "inspect", saved], capture_output=True, text=True, timeout=60, check=False)
+    assert shown.returncode == 0 and "weight: float32 (2, 3)" in shown.stdout and "epoch (value): 3" in shown.stdout
+    done = subprocess.run([*GRADWIRE, "export", saved, file], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stdout.startswith(f"wrote {file}")
+    missing = subprocess.run([*GRADWIRE, "inspect", file], capture_output=True, text=True, timeout=60, check=False)
+    assert missing.returncode == 1 and "no folder" in missing.stderr and "Traceback" not in missing.stderr
+
+
+def test_split_says_where_the_cuts_fall_and_refuses_what_it_cannot_cut(tmp_path):
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.ones(8, 8)\n"
+    )
+    model = f"{tmp_path / 'model.py'}:build"
+    for options, code, words in (
+        (["2"], 0, ["stage 1  rank 1", "schedule 1f1b", "bubble", "rank 0  F0"]),
+        (["2", "--schedule", "interleaved"], 0, ["4 stages"]),
+        (["5"], 2, ["too few for 5 stages", "use pipeline=4"]),
+        (["2", "--speeds", "1,2,3"], 2, ["pipeline.speeds has 3 values"]),
+    ):
+        words_of = [*GRADWIRE, "split", model, "--pipeline", *options]
+        done = subprocess.run(words_of, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        assert all(word in done.stdout + done.stderr for word in words), done.stdout + done.stderr

@@ -17,10 +17,12 @@ class Loading:
 
     The next exchange then opens with a digest of them, so that ranks which loaded different weights, or only some of which
     did, find out. Weights that are put back before training goes on (a test with averaged ones) were never away.
+    alike: whether all ranks hold the same weights; where each holds rows of its own only who has loaded is told.
     on_load: told of the parameters that were loaded, when training goes on.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, alike: bool = True) -> None:
+        self._alike = alike
         self.on_load: Callable[[Sequence[nn.Parameter]], None] | None = None
         self._before: dict[tuple[nn.Parameter, ...], int] = {}
         self._digest = ""
@@ -58,7 +60,7 @@ class Loading:
         changed = [params for params, crc in self._before.items() if _crc(params) != crc]
         self._before.clear()
         for params in changed:
-            self._digest = f"{_crc(params, int(self._digest or '0', 16)):08x}"
+            self._digest = f"{_crc(params, int(self._digest or '0', 16)):08x}" if self._alike else "rows"
             if self.on_load is not None:
                 self.on_load(params)
 

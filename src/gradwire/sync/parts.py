@@ -95,7 +95,8 @@ class Parts:
             Route(lane=world.lane(group.name), group=group, owners=owners, across=across)
             for group, owners, across in zip(channels.lanes, channels.owners, channels.across, strict=True)
         ]
-        self.loading = Loading(model.modules() if world.size > 1 else ())
+        rows_apart = world.mesh.length(("shard",)) > 1 and plan.sharding != "optimizer"
+        self.loading = Loading(model.modules() if world.size > 1 else (), alike=not rows_apart)
         self.weighting = Weighting(world, loader, self.loading, spans_batches=policy.spans_batches)
         self._make_hooks = make_hooks
         self._everybody = channels.everybody
