@@ -39,6 +39,7 @@ def written(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow  # test_across_plans.py has the quick ones
 @pytest.mark.parametrize("mesh", MESHES, ids=words)
 def test_whatever_wrote_it_every_rank_reads_its_bytes(written, mesh):
     script = partial(layouts.read_all, folders=list(written))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
 from gradwire.testing import run_ranks
 from tests.checkpoint import resuming
 
@@ -16,6 +18,7 @@ SYNCS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_other_worlds_go_on(tmp_path):
     whole, again = (
         run_ranks(2, partial(script, syncs=SYNCS, folder=str(tmp_path)), processes=True)

@@ -49,7 +49,13 @@ def train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batche
 
 
 EVERY = [
-    pytest.param(name, schedule, num_ranks, id=f"{name}-{schedule}-{num_ranks}")
+    pytest.param(
+        name,
+        schedule,
+        num_ranks,
+        id=f"{name}-{schedule}-{num_ranks}",
+        marks=[pytest.mark.slow] if num_ranks == 4 else [],
+    )
     for name in CASES
     for schedule in SCHEDULES
     for num_ranks in (2, 3, 4)
