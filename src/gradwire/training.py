@@ -114,7 +114,12 @@ def _put_together(
         gradients.close()
         loading.close()
 
-    attachment = Attachment(detach=detach, groups=(*parts.group_names, *groups), owners=_owners(model, optimizers))
+    attachment = Attachment(
+        detach=detach,
+        whole_batch=steps.whole_batch,
+        groups=(*parts.group_names, *groups),
+        owners=_owners(model, optimizers),
+    )
     parts.world.replace_attachment(id(model), attachment)
     return Distributed(
         parts.world,

@@ -71,3 +71,12 @@ def test_wherever_a_pipeline_is_cut_its_weights_are_those_of_one_process(name: s
         plan = gw.Plan(mesh={"pipeline": 2}, accumulate=accumulate, pipeline=gw.Pipeline(cuts=(cut,)))
         for rank in run_ranks(2, run, plan=plan):
             assert largest_difference(rank[name], cached_truth(name)) < 1e-12, cut
+
+
+def test_a_stage_without_parameters_takes_part() -> None:
+    """Cut around a Tanh: its rank has no backward of its own, and the others wait for it in every agreement."""
+    for accumulate, schedule in ((1, "gpipe"), (2, "1f1b"), (1, "zero-bubble")):
+        pipeline = gw.Pipeline(cuts=("3", "4"), schedule=schedule)  # type: ignore[arg-type]
+        plan = gw.Plan(mesh={"pipeline": 3}, accumulate=accumulate, pipeline=pipeline)
+        for rank in run_ranks(3, partial(train, names=("perceptron",)), plan=plan, timeout_s=30.0):
+            assert largest_difference(rank["perceptron"], cached_truth("perceptron")) < 1e-12

@@ -7,6 +7,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
@@ -40,12 +41,13 @@ _CURRENT: ContextVar[World | None] = ContextVar("gradwire_world", default=None)
 
 @dataclass(frozen=True, kw_only=True)
 class Attachment:
-    """A distributed model. detach: removes the hooks. groups: opened for it alone, by name.
+    """A distributed model. detach: removes the hooks. groups: opened for it alone, by name. whole_batch: around its backwards.
 
     owners: its optimizers and the modules with its parameters; once none of them lives, nobody can train it any more.
     """
 
     detach: Callable[[], None]
+    whole_batch: Callable[[], AbstractContextManager[None]]
     groups: tuple[str, ...]
     owners: tuple[ref[object], ...]
 
@@ -251,6 +253,11 @@ class World:
                 held.detach()
                 self._close_groups(held.groups)
         self._attachments[key] = attachment
+
+    def whole_batch(self, key: int) -> AbstractContextManager[None]:
+        """Around all backwards of one batch of a model (by its id): at the end this rank has taken part in their exchange."""
+        held = self._attachments.get(key)
+        return nullcontext() if held is None else held.whole_batch()
 
     def _close_groups(self, names: Sequence[str]) -> None:
         for name in names:

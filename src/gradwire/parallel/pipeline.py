@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -231,16 +232,21 @@ class _Call:
         held = owner.ties.set_aside() if self._train else {}
         last = max((place for place, a in enumerate(mine) if a.kind == "backward"), default=-1)
         began_s, owner.spans = time.monotonic(), []
-        for place, action in enumerate(mine):
-            self._do(action, last=place == last, began_s=began_s)
-        if self._train:
-            for param, zeros in owner.ties.zeros() if self._kept.grads else ():
-                self._kept.add([param], [zeros])
-            self._kept.deliver()
+        with owner.world.whole_batch(id(owner.model)) if self._train else nullcontext():
+            for place, action in enumerate(mine):
+                self._do(action, last=place == last, began_s=began_s)
+            if self._train:
+                self._deliver()
         owner.links.finish()
         if self._train:
             owner.ties.settle(held)
         return owner.share_loss(self._loss)
+
+    def _deliver(self) -> None:
+        """What zero-bubble has put off, as one backward."""
+        for param, zeros in self._owner.ties.zeros() if self._kept.grads else ():
+            self._kept.add([param], [zeros])
+        self._kept.deliver()
 
     def _do(self, action: Action, *, last: bool, began_s: float) -> None:
         """Wait for what the action needs, do it, send what it gives."""

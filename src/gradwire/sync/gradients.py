@@ -88,7 +88,7 @@ class GradientSync:
         )
         self.at_begin: Callable[[], None] | None = None
         self.agreed = False
-        self.rounds = 0
+        self.rounds = self.joined = 0
         self.steps = 0
         self.nonfinite: tuple[str, ...] = ()
         self._hooks = make_hooks(self._params, before=self._before, after=self._after, scale=lambda: self._window.scale)
@@ -219,6 +219,7 @@ class GradientSync:
         self._weighting.end()
         micro = self._weighting.microbatch
         self.agreed = mode == "sync"
+        self.joined += mode != "local"
         self._window.closed |= mode in ("sync", "own", "alone")
         self._window_ended |= micro is None or micro.last
         return mode

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -68,6 +69,14 @@ class StepHooks:
             self._have_stepped.clear()
             self._count_step()
             self._world.stepped()
+
+    @contextmanager
+    def whole_batch(self) -> Generator[None]:
+        """Around all backwards of a batch: a rank that had none (a pipeline's stage without parameters) joins at the end."""
+        before = self._gradients.joined
+        yield
+        if self._gradients.joined == before and not self._world.local_only:
+            self._gradients.take_part()
 
     def agree(self) -> None:
         """Before the time: the ranks' parameters and buffers become the same. All ranks, between steps."""
